@@ -16,8 +16,8 @@ template <typename T> __device__ __forceinline__ uint4 pack8(const float (&x)[8]
   return make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
 
-// dy and dz of 8 numbers that lie side by side, of which dout and y become them, 0 if the row does not count; and what
-// they give to the gradient of D, which wants dy before it is rounded.
+// Computes dy and dz of 8 neighbouring numbers in place of dout and y; both are 0 if the row does not count. Returns
+// their term of the gradient of D, which needs dy before it is rounded.
 template <typename T>
 __device__ __forceinline__ float gate_back(uint4& dout, uint4& y, uint4 z_words, uint4 x_words, bool counts) {
   float g[8], z[8], of_gate[8], x[8], of_d = 0.f;
@@ -36,13 +36,13 @@ __device__ __forceinline__ float gate_back(uint4& dout, uint4& y, uint4 z_words,
   return of_d;
 }
 
-// float16: where the gradient of B C^T is an operand, that of each sequence of a chunk is scaled to its own size, and
-// with it the rows of dB and dC that it is added to. So no sequence changes a bit of another's.
+// Scales per sequence (float16). If the gradient of B C^T is an operand, each sequence of a chunk is scaled to its own
+// size, together with the rows of dB and dC to which it is added. So no sequence changes a bit of another's result.
 //
 // A thread has two rows as accumulators, `row` of the chunk and row + 8.
 template <typename T>
 struct ScaledSequences {
-  int* largest;                                       // bits; of a sequence, where its first row of the chunk is
+  int* largest;                                       // bits; a sequence's are at its first row of the chunk
   const int* first;                                   // of each row of the chunk
 
   __device__ __forceinline__ int& of(int row) const { return largest[min(max(first[row], 0), kChunk - 1)]; }
@@ -78,14 +78,14 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// In each 32 columns of a chunk's state lie those together that a lane has of accumulators, 8 of them, so that it
-// stores and loads 16 bytes: where column `column` is.
+// Returns where column `column` of a chunk's state is stored. In each 32 columns, the 8 that a lane has of accumulators
+// are stored together, so that it stores and loads 16 bytes.
 __device__ __forceinline__ int place_of(int column) {
   return column / 32 * 32 + column % 8 / 2 * 8 + column % 32 / 8 * 2 + column % 2;
 }
 
-// Operands in a tile whose rows are kPitch elements apart: 16 rows, or columns, by 16; and for the other side 16 rows,
-// or columns, of which each pair of words is 8.
+// Operands from a tile with kPitch elements per row: 16 rows (or columns) by 16. For the other side they load 16 rows
+// (or columns); each pair of words holds 8.
 template <int kPitch, typename T>
 __device__ __forceinline__ void operand_of_rows(u32 (&a)[4], const T* tile) {
   const int lane = threadIdx.x % kWarp;
@@ -107,19 +107,20 @@ __device__ __forceinline__ void other_columns(u32 (&b)[4], const T* tile) {
   ldmatrix_transposed(b, tile + lane % 16 * kPitch + lane / 16 * 8);
 }
 
-// What is known of two rows of a chunk that a lane has, 2 * lane and the next, and what follows from it: ends, of the
-// things that pass over rows those that end with a row; begins, those that begin behind it; alone, what dt gets of u.
+// What a lane knows of its two rows of a chunk, 2 * lane and the next. A pair of rows, or a row and a state,
+// contributes to the gradient of the decay at every row between them. ends: contributions that end with a row. begins:
+// those that begin behind it. alone: the gradient that dt gets from u.
 struct TwoRows {
   float ends[2], begins[2], alone[2];
 
-  // By one warp: what passes over each row, so ddt; and the chunk's share of the gradient of A. across: what passes
-  // over all rows.
+  // Computes, with one warp, the contributions at each row, and from them ddt and the chunk's partial of the gradient
+  // of A. across: contributions at all rows.
   __device__ __forceinline__ void finish(const int* first_rows, const float* dt, float across, float rate, float* ddt,
                                          float* partial_rate) const {
     const int lane = threadIdx.x % kWarp, one = 2 * lane, other = one + 1;
     const int first[2] = {first_rows[one], first_rows[other]}, next = __shfl_down_sync(0xffffffffu, first[0], 1);
     const bool together = first[1] <= one;
-    // What ends at a row or later, and what begins at a row or earlier, as far as rows are of one sequence.
+    // Sum what ends at a row or later, and what begins at a row or earlier, within a sequence.
     float later = ends[0] + (together ? ends[1] : 0.f), earlier = begins[1] + (together ? begins[0] : 0.f);
     #pragma unroll
     for (int lanes = 1; lanes < kWarp; lanes *= 2) {

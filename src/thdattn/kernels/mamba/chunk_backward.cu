@@ -4,13 +4,14 @@
 
 #include "kernels/mamba/chunk_backward.cuh"
 
-// Gradients of x, B, C and dt of each chunk, and its share of that of A. A thread block has some heads of a group, one
-// after another. Bound by memory.
+// Gradients of x, B, C and dt of each chunk, and its partial of the gradient of A. A thread block processes some heads
+// of a group, one after another. Bound by memory bandwidth.
 //
 // channels (rows, channels), dy (rows, inner); chunk_states and scales of num_chunks chunks from thd_ssd_chunk_states
-// dx (rows, inner); dbc (splits, rows, 2 * groups * state_dim), what each of gridDim.y / groups parts of a group's
-// heads gives to dB and dC; ddt (heads, chunks * kChunk)
-// partials: (chunks, heads), partials_pitch from one chunk to the next
+// dx (rows, inner); ddt (heads, chunks * kChunk)
+// dbc (splits, rows, 2 * groups * state_dim): partials of dB and dC of each of the gridDim.y / groups parts of a
+// group's heads
+// partials: (chunks, heads), with partials_pitch numbers from one chunk to the next
 // Launch: grid (num_chunks, groups * splits), block 256, shared memory kSharedBytes.
 template <typename T, int kHeadDim, int kStateDim, int kSlice, int kBlocks, int kSharedBytes>
 __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
     }
     copies_commit();
   };
-  // One thread's vector of 16 bytes of the first row that it loads, and those of the rows after.
+  // Offsets of this thread's 16-byte vector in the first row that it loads, and of those in the rows after it.
   constexpr int kVectors = kSlice / 8, kRows = 256 / kVectors;
   const u32 vector = threadIdx.x / kVectors * kStateDim + threadIdx.x % kVectors * 8;
   const int place = threadIdx.x / kVectors * Work::kSPitch + threadIdx.x % kVectors * 8;

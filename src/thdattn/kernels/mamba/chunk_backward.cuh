@@ -6,33 +6,33 @@
 
 template <typename T, int kHeadDim, int kStateDim, int kSlice>
 struct ChunkShared {
-  T b[kChunk * (kStateDim + kPad)], c[kChunk * (kStateDim + kPad)];  // with columns as place_of says
+  T b[kChunk * (kStateDim + kPad)], c[kChunk * (kStateDim + kPad)];  // columns as place_of says
   T x[kChunk * (kHeadDim + kPad)], dy[kChunk * (kHeadDim + kPad)];
   T s[kHeadDim * (kSlice + kPad)], r[kHeadDim * (kSlice + kPad)];
   T weights[kChunk * (kChunk + kPad)];                // decays and dt times C B^T, or the gradient of C B^T
-  float4 products[20][kWarp];                         // C B^T, each lane's numbers of the 16x8 blocks that have pairs
+  float4 products[20][kWarp];                         // C B^T: each lane's numbers of the 16x8 blocks with pairs
   float sums[2][kChunk], dt[2][kChunk];               // of this head and of the one before, or next
   int first[kChunk];
-  // Of pairs sums over columns, over rows, and the diagonal; of states; of some warps each.
+  // Contributions to the decays, from some warps each. Pairs: sums over columns, over rows, and the diagonal. States:
+  // the one before and the one behind.
   float over_columns[2][kChunk], over_rows[4][kChunk], alone[kChunk], of_front[2][kChunk], of_behind[2][kChunk];
   float across[8];
   int largest[kChunk];                                // see ScaledSequences
 };
 
-// The work of a thread block: 8 warps, of which warp w has the rows 16 * (w % 4) and later of the chunk, and half w / 4
-// of the columns of what is made: of the state's for dB and dC, of the head's for dx, and every second 16 of those of
-// the pairs.
+// The work of a thread block of 8 warps. Warp w has the rows 16 * (w % 4) and later of the chunk, and half w / 4 of the
+// result's columns: of the state's for dB and dC, of the head's for dx, and every second 16 of those of the pairs.
 //
-// K = dy x^T, M = decays of pairs (0 for what is no pair), Gamma = C B^T, per head but for Gamma:
-//   dGamma = M K dt                     of all heads, added up before the products with B and C
+// K = dy x^T, M = decays of pairs (0 where a pair does not count), Gamma = C B^T. All are per head but Gamma.
+//   dGamma = M K dt                     of all heads, summed before the products with B and C
 //   du = (Gamma M)^T dy + leave (B R^T)
 //   dB = dGamma^T C + leave dt (x R)    dC = dGamma B + enter (dy S)
 template <typename T, int kHeadDim, int kStateDim, int kSlice>
 struct ChunkBackward {
   static constexpr int kXPitch = kHeadDim + kPad, kBPitch = kStateDim + kPad, kSPitch = kSlice + kPad;
   static constexpr int kPairPitch = kChunk + kPad, kSlices = kStateDim / kSlice;
-  static constexpr int kWalkSlice = kStateDim < 128 ? kStateDim : 128;  // columns of a state that have one scale
-  static constexpr int kUBlocks = kHeadDim / 16, kSBlocks = kSlice / 16;  // of 8 columns, of a warp
+  static constexpr int kWalkSlice = kStateDim < 128 ? kStateDim : 128;  // columns of a state with one scale
+  static constexpr int kUBlocks = kHeadDim / 16, kSBlocks = kSlice / 16;  // blocks of a warp
   using Shared = ChunkShared<T, kHeadDim, kStateDim, kSlice>;
 
   Shared& shared;
@@ -52,7 +52,7 @@ struct ChunkBackward {
 
   // ---------------------------------------------------------------------------------------------- once
 
-  // B or C of the chunk, whose columns change places.
+  // Stores B or C of the chunk, with permuted columns.
   __device__ __forceinline__ void place(T* to, const T* from) {
     for (int i = threadIdx.x; i < kChunk * kStateDim / 8; i += 256) {
       const int r = i / (kStateDim / 8), column = i % (kStateDim / 8) * 8, source = chunk * kChunk + r;
@@ -102,7 +102,7 @@ struct ChunkBackward {
     mma<T>(sum[1], fa, fb[2], fb[3]);
   }
 
-  // The decays of pairs: dGamma, Gamma M for du, and what passes over a row inside the chunk.
+  // Computes the decays of pairs: dGamma, Gamma M for du, and their contributions to the decays inside the chunk.
   __device__ __forceinline__ void pairs() {
     float of_row[2] = {0.f, 0.f};
     #pragma unroll
@@ -118,7 +118,7 @@ struct ChunkBackward {
     tell(shared.over_columns[half], of_row[0], of_row[1]);
   }
 
-  // K of 16 by 16 pairs: kMasked: some of which may not count.
+  // Weighs K of 16 by 16 pairs. kMasked: some of them may not count.
   template <bool kMasked>
   __device__ __forceinline__ void weigh(const float (&k)[2][4], int t, float (&of_row)[2]) {
     float of_column[2][2] = {};
@@ -151,19 +151,20 @@ struct ChunkBackward {
     tell_columns(of_column, columns_of(t));
   }
 
-  // Sums over the rows of the warp of 16 columns, of which a lane has its rows' partial of four.
+  // Sums 16 columns over the rows of the warp. A lane has its rows' partial of four columns.
   __device__ __forceinline__ void tell_columns(const float (&partial)[2][2], int begin) {
     const int n = lane / 16, e = lane / 8 % 2;
     float kept[2];
     #pragma unroll
     for (int i = 0; i < 2; ++i)
-      kept[i] = (n ? partial[1][i] : partial[0][i]) + __shfl_xor_sync(0xffffffffu, n ? partial[0][i] : partial[1][i], 16);
+      kept[i] = (n ? partial[1][i] : partial[0][i]) +
+                __shfl_xor_sync(0xffffffffu, n ? partial[0][i] : partial[1][i], 16);
     float sum = (e ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, e ? kept[0] : kept[1], 8);
     sum += __shfl_xor_sync(0xffffffffu, sum, 4);
     if (lane / 4 % 2 == 0) shared.over_rows[tile][begin + n * 8 + lane % 4 * 2 + e] = sum;
   }
 
-  // A number of each of the lane's rows, added up over the four lanes that have it.
+  // Sums a number of each of the lane's rows over the four lanes that share them.
   __device__ __forceinline__ void tell(float* to, float one, float other) {
     one = quad_sum(one);
     other = quad_sum(other);
@@ -172,7 +173,7 @@ struct ChunkBackward {
 
   // ---------------------------------------------------------------------------------------------- states
 
-  // enter (what is left of the state in front), and leave (what lasts until the end of the chunk), of a row.
+  // enter: the decay of the state before the chunk until a row. leave: the decay from a row until the end of the chunk.
   __device__ __forceinline__ float enter(int r) const { return shared.first[r] < 0 ? decay_of(sums[r]) : 0.f; }
   __device__ __forceinline__ float leave(int r) const {
     return r >= shared.first[kChunk - 1] ? decay_of(sums[kChunk - 1] - sums[r]) : 0.f;
@@ -194,7 +195,7 @@ struct ChunkBackward {
       for (int e = 0; e < 4; ++e) du[n][e] = 0.f;
   }
 
-  // What S (R with behind) of a slice was divided by.
+  // Returns what S (R if `behind`) of a slice was divided by.
   __device__ __forceinline__ float scale_of_state(int slice, bool behind) const {
     return kScalesStates<T> ? scales[slice * kSlice / kWalkSlice + (behind ? state_scales : 0)] : 1.f;
   }
@@ -217,8 +218,8 @@ struct ChunkBackward {
     }
   }
 
-  // sum += factor (rows state), for rows x or dy, two blocks of columns at a time; seen(n, made) gets them without the
-  // factor.
+  // sum += factor (rows state) for rows x or dy, two blocks of columns at a time. seen(n, made) gets the product
+  // without the factor.
   template <typename Seen>
   __device__ __forceinline__ void add_state(float (&sum)[kSBlocks][4], const T* rows, const T* state,
                                             const float (&factor)[2], Seen seen) {
@@ -238,14 +239,14 @@ struct ChunkBackward {
       #pragma unroll
       for (int m = 0; m < 2; ++m) {
         #pragma unroll
-        for (int e = 0; e < 4; ++e)                   // rows that the state does not reach leave it out, whatever it is
+        for (int e = 0; e < 4; ++e)                   // a factor of 0 excludes the state, whatever it is
           if (factor[e / 2] != 0.f) sum[n + m][e] = fmaf(factor[e / 2], made[m][e], sum[n + m][e]);
         seen(n + m, made[m]);
       }
     }
   }
 
-  // <R, S> over the columns of a slice, this lane's partial: the diagonal of S R^T.
+  // Computes <R, S> over the columns of a slice, this lane's partial: the diagonal of S R^T.
   __device__ __forceinline__ float dot() const {
     float sum = 0.f;
     #pragma unroll
@@ -261,8 +262,8 @@ struct ChunkBackward {
     return sum;
   }
 
-  // What the states in front and behind give, one slice of their columns; returns what it adds to <R, S>, and to what
-  // the state in front gives each of the lane's rows.
+  // Adds the contributions of the states before and behind, for one slice of their columns. Returns the slice's partial
+  // of <R, S>, and adds what the state before contributes to the decays at each of the lane's rows.
   __device__ __forceinline__ float states(int slice, float (&of_front)[2]) {
     const float of_s = scale_of_state(slice, false), of_r = scale_of_state(slice, true);
     const float behind[2] = {of_r * leave(row) * dt[row], of_r * leave(row + 8) * dt[row + 8]};
@@ -284,8 +285,8 @@ struct ChunkBackward {
 
   // ---------------------------------------------------------------------------------------------- rows
 
-  // dx, dt du and what comes through D, of which du still lacks what pairs give; and what the state behind gives to du
-  // of each row.
+  // Computes dx = dt du and the term through D, to which the pairs are still added. It also computes the state behind's
+  // contribution to du of each row.
   __device__ __forceinline__ void finish(T* dx, float d) {
     const int columns = half * kHeadDim / 2 + lane % 4 * 2;
     const float of_r = scale_of_state(kSlices - 1, true), last[2] = {of_r * leave(row), of_r * leave(row + 8)};
@@ -315,7 +316,7 @@ struct ChunkBackward {
     }
   }
 
-  // dt du += (Gamma M dt)^T dy, of the rows from the warp's on.
+  // dt du += (Gamma M dt)^T dy, over the rows from the warp's on.
   __device__ __forceinline__ void add_pairs() {
     #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -332,7 +333,7 @@ struct ChunkBackward {
     }
   }
 
-  // By one warp: ddt, and the chunk's partial of the gradient of A.
+  // Computes, with one warp, ddt and the chunk's partial of the gradient of A.
   __device__ __forceinline__ void rows(float* ddt, float rate, float* partial_rate) const {
     TwoRows two;
     #pragma unroll
@@ -356,7 +357,7 @@ struct ChunkBackward {
 
   // ---------------------------------------------------------------------------------------------- the end
 
-  // dB and dC += dGamma^T C, dGamma B, once no warp reads what is shared any more.
+  // dB += dGamma^T C and dC += dGamma B, once no warp reads shared data any more.
   __device__ __forceinline__ void add_products() {
     sequences.tell(dproducts, row);
     if constexpr (kScalesStates<T>) __syncthreads();
@@ -400,7 +401,7 @@ struct ChunkBackward {
       }
   }
 
-  // dB or dC, in whose accumulators each lane has 8 columns that lie together.
+  // Stores dB or dC. Each lane has 8 neighbouring columns in its accumulators.
   __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kSlices][kSBlocks][4]) const {
     #pragma unroll
     for (int h = 0; h < 2; ++h) {

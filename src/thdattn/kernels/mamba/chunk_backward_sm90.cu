@@ -4,8 +4,8 @@
 
 #include "kernels/mamba/chunk_backward_sm90.cuh"
 
-// What thd_ssd_bwd makes, of the same arguments but for rows, which come as boxes of all columns of channels and of dy,
-// and states, which lie as thd_ssd_chunk_states_sm90 leaves them.
+// Computes what thd_ssd_bwd does, from the same arguments. But rows come as boxes of all columns of channels and of dy,
+// and states are stored as thd_ssd_chunk_states_sm90 leaves them.
 // Launch: grid (num_chunks, groups * splits), block 512, shared memory kSharedBytes.
 template <typename T, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     work.store(to + width, 2 * width, dc, left);
   } else {
     registers_give<56>();
-    // The last warps of all, as the first ones of the others have the most pairs, and share a scheduler with its like.
+    // These warps are the last ones, because the first warps of the other warpgroups have the most pairs, and warps of
+    // equal number modulo 4 share a scheduler.
     if (threadIdx.x == 512 - kWarp) {
       #pragma unroll 1
       for (int head = first_head; head < end; ++head) {

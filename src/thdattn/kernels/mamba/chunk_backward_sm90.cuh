@@ -1,8 +1,9 @@
-// The work of a thread block on the gradients of the Mamba-2 recurrence of one chunk of rows, on Hopper (sm_90a) by
-// wgmma and TMA, for heads of 64; see ChunkBackward for the formulas.
+// The work of a thread block on the gradients of the Mamba-2 recurrence of one chunk of rows, on Hopper (sm_90a) with
+// wgmma and TMA, for heads of 64. ChunkBackward has the formulas.
 //
-// Three warpgroups work at a head: on pairs of rows; on dx and on what the state behind gives to dB; and on what that
-// in front gives to dC. Of a fourth, a warp loads heads ahead, and another adds up what the others tell of rows.
+// Three warpgroups work on a head: one on pairs of rows, one on dx and the state behind's contribution to dB, and one
+// on the contribution of the state before to dC. Of the fourth warpgroup, one warp loads heads ahead, and another adds
+// the contributions to the decays.
 
 #pragma once
 
@@ -13,7 +14,8 @@
 [[maybe_unused]] constexpr int kOnPairs = 0, kOnBehind = 1, kOnFront = 2;
 [[maybe_unused]] constexpr int kTellers = 12;         // warps of these
 
-// What is told of the rows of a chunk, see ChunkShared; of pairs each warp has sums over its rows of u.
+// Contributions to the decays at the rows of the chunk, see ChunkShared. Of pairs, each warp has sums over its rows of
+// u.
 struct ToldOfRows {
   float over_pairs[4][kChunk], later[kChunk], alone[kChunk], of_front[kChunk], of_behind[kChunk], across[4];
 };
@@ -24,8 +26,8 @@ struct ChunkSharedSm90 {
   unsigned char b[kParts][kBox], c[kParts][kBox];
   unsigned char x[kStages][kBox], dy[kStages][kBox], s[kStages][kParts][kBox], r[kStages][kParts][kBox];
   unsigned char weights[2][kBox];                     // of dy in dx, rows of x by rows of dy
-  unsigned char products[2 * kBox];                   // B C^T as each thread has it; at the end its gradient, rounded
-  unsigned char dx[kBox];                             // of each warp 16 rows on their way out
+  unsigned char products[2 * kBox];                   // B C^T as each thread has it; later its gradient, rounded
+  unsigned char dx[kBox];                             // 16 rows of each warp on their way out
   float sums[kStages][kChunk], dt[kStages][kChunk];
   ToldOfRows told[kStages];
   int first[kChunk];
@@ -38,11 +40,12 @@ struct ChunkSharedSm90 {
     for (u64& barrier : weighed) barrier_init(&barrier, 4);
     for (u64& barrier : taken) barrier_init(&barrier, 4);
     barrier_init(&arrived, 1);
-    stages.init();                                    // and tells the copies of all of them
+    stages.init();                                    // and publishes the initialisation of all barriers
   }
 };
 
-// The work of one thread: `row`, the first of its two, the second is 8 further on; of a head, where its data are.
+// The work of one thread. row: the first of its two rows, the second is 8 further on. ring, weights: where the data of
+// a head are.
 template <typename T, int kState, int kStages>
 struct ChunkBackwardSm90 {
   using Shared = ChunkSharedSm90<kState, kStages>;
@@ -52,8 +55,8 @@ struct ChunkBackwardSm90 {
   Ring<2> weights{};
   const float* scales;                                // of S and, r_scales further on, R, by head
   int r_scales, row;
-  bool enters[2], leaves[2];                          // whether the state in front reaches a row, and it that behind
-  bool passes;                                        // whether the state in front reaches the one behind
+  bool enters[2], leaves[2];  // whether the state before reaches a row, and a row the state behind
+  bool passes;                                        // whether the state before reaches the state behind
 
   __device__ __forceinline__ ChunkBackwardSm90(Shared& shared, const float* scales, int r_scales)
       : shared(shared), scales(scales), r_scales(r_scales), row(threadIdx.x % 128 / kWarp * 16 + me().lane / 4),
@@ -65,7 +68,7 @@ struct ChunkBackwardSm90 {
   __device__ __forceinline__ const float* dt() const { return shared.dt[ring.stage]; }
   __device__ __forceinline__ ToldOfRows& told() const { return shared.told[ring.stage]; }
 
-  // As in ChunkBackward, of this thread's rows.
+  // As in ChunkBackward, for this thread's rows.
   __device__ __forceinline__ float enter(int h) const { return enters[h] ? decay_of(sums()[row + 8 * h]) : 0.f; }
   __device__ __forceinline__ float leave(int h) const {
     return leaves[h] ? decay_of(sums()[kChunk - 1] - sums()[row + 8 * h]) : 0.f;
@@ -79,7 +82,7 @@ struct ChunkBackwardSm90 {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
   }
-  // This warp has told all of a head and needs its data no longer.
+  // Signals that this warp has written all contributions of a head and no longer needs its data.
   __device__ __forceinline__ void next_head() {
     arrive(&shared.all_told[ring.stage]);
     ring.advance();
@@ -87,7 +90,7 @@ struct ChunkBackwardSm90 {
   }
 
   using Rows = RowsOfBox<T>;
-  // A number of each of the thread's rows, added up over the four lanes that have it.
+  // Sums a number of each of the thread's rows over the four lanes that share them.
   __device__ __forceinline__ void tell(float* to, float one, float other) const {
     one = quad_sum(one);
     other = quad_sum(other);
@@ -96,7 +99,7 @@ struct ChunkBackwardSm90 {
 
   // ---------------------------------------------------------------------------------------------- once
 
-  // B and C of the chunk; by one thread.
+  // Loads B and C of the chunk, with one thread.
   __device__ __forceinline__ void load_once(const TensorMap* channels, int group, int chunk,
                                             const MixerSize& size) const {
     barrier_expect(&shared.arrived, 2 * kParts * kBox);
@@ -104,7 +107,8 @@ struct ChunkBackwardSm90 {
     copy_columns<kState>(shared.c[0], channels, size.c_column(group), chunk, &shared.arrived);
   }
 
-  // Loads a head, whose state in front is s; by one thread. What is fetched of x and dy is of the next head, too.
+  // Loads a head with one thread. s is the state before the chunk. L2 sectors of x and dy that are fetched also belong
+  // to the next head.
   __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* dy, const T* s, const T* r, int head,
                                        int first_row, const float* sums, const float* dt) {
     const u32 at = ring.stage;
@@ -121,7 +125,7 @@ struct ChunkBackwardSm90 {
 
   // ---------------------------------------------------------------------------------------------- pairs
 
-  // Of B C^T, which each thread leaves in shared memory for itself.
+  // Returns where this thread keeps its numbers of B C^T in shared memory.
   __device__ __forceinline__ float4* my_products() const { return (float4*)shared.products + threadIdx.x % 128; }
 
   __device__ __forceinline__ void make_products() const {
@@ -136,8 +140,9 @@ struct ChunkBackwardSm90 {
     for (int n = 0; n < 8; ++n) my_products()[n * 128] = *(const float4*)made[n];
   }
 
-  // k, x dy^T, rows j by columns i >= j, becomes weights of dy in dx; and what passes over rows is told. One text for
-  // pairs that may count and for those that do, as what limits all this is how fast instructions arrive.
+  // Turns k = x dy^T (rows j by columns i >= j) into the weights of dy in dx, and writes the contributions to the
+  // decays. The same code serves pairs that may count and pairs that do, because the rate of instructions bounds this
+  // part.
   __device__ __forceinline__ void weigh(float (&k)[8][4], float (&dproducts)[1][8][4], u32 counted) {
     float later[2] = {0.f, 0.f}, alone[2] = {0.f, 0.f}, columns[8][2];
     const float from[2] = {sums()[row], sums()[row + 8]}, steps[2] = {dt()[row], dt()[row + 8]};
@@ -154,7 +159,7 @@ struct ChunkBackwardSm90 {
     if (row % 8 / 2 == threadIdx.x % 4) told().alone[row] = alone[0], told().alone[row + 8] = alone[1];
     tell_columns(columns);
   }
-  // Of each pair of this thread a bit, whether it counts.
+  // Returns a bit for each pair of this thread: whether it counts.
   __device__ __forceinline__ u32 counted_pairs() const {
     u32 counted = 0;
     #pragma unroll
@@ -166,7 +171,7 @@ struct ChunkBackwardSm90 {
       }
     return counted;
   }
-  // A block of pairs; counted: its bits at the end.
+  // Weighs a block of pairs. counted: its bits in the lowest places.
   __device__ __forceinline__ void weigh(int n, float (&k)[4], float (&dproducts)[4], float (&columns)[2],
                                         float (&later)[2], float (&alone)[2], const float (&from)[2],
                                         const float (&steps)[2], u32 counted) {
@@ -190,7 +195,7 @@ struct ChunkBackwardSm90 {
     }
   }
 
-  // Sums over the rows of the warp, of which a lane has its rows' partial of 16 columns.
+  // Sums columns over the rows of the warp. A lane has its rows' partial of 16 columns.
   __device__ __forceinline__ void tell_columns(const float (&partial)[8][2]) const {
     const int lane = me().lane;
     float half[4][2], quarter[2][2], sum[2];
@@ -198,7 +203,8 @@ struct ChunkBackwardSm90 {
     for (int e = 0; e < 2; ++e) {
       #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float mine = lane & 16 ? partial[n + 4][e] : partial[n][e], other = lane & 16 ? partial[n][e] : partial[n + 4][e];
+        const float mine = lane & 16 ? partial[n + 4][e] : partial[n][e],
+                    other = lane & 16 ? partial[n][e] : partial[n + 4][e];
         half[n][e] = mine + __shfl_xor_sync(0xffffffffu, other, 16);
       }
       #pragma unroll
@@ -213,7 +219,7 @@ struct ChunkBackwardSm90 {
     store_pair(told().over_pairs[me().warp] + n * 8 + lane % 4 * 2, sum[0], sum[1]);
   }
 
-  // dx of what the state behind gives, B R^T so far; and what that is of dt.
+  // Computes the state behind's term of dx from B R^T, and its contribution to dt.
   __device__ __forceinline__ void leave_from(float (&made)[8][4], const Rows& rows_of_x, float of_r) const {
     const float last[2] = {of_r * leave(0), of_r * leave(1)};
     const float factor[2] = {last[0] * dt()[row], last[1] * dt()[row + 8]};
@@ -236,7 +242,7 @@ struct ChunkBackwardSm90 {
     tell(told().of_behind, last[0] == 0.f ? 0.f : last[0] * behind[0], last[1] == 0.f ? 0.f : last[1] * behind[1]);
   }
 
-  // dx, which lacks what comes through D, of `left` rows.
+  // Stores dx of `left` rows, and adds the term through D.
   __device__ __forceinline__ void store_dx(T* dx, float (&made)[8][4], const Rows& rows_of_dy, float d, int left,
                                            const MixerSize& size) const {
     #pragma unroll
@@ -276,8 +282,8 @@ struct ChunkBackwardSm90 {
     next_head();
   }
 
-  // The gradient of B C^T is rounded for the others.
-  // synccheck calls barrier 1 divergent, as two warpgroups wait there in places of their own; each comes there once.
+  // Rounds the gradient of B C^T for the other warpgroups. synccheck calls barrier 1 divergent, as two warpgroups wait
+  // there at different places in the code; each comes there once.
   __device__ __forceinline__ void publish_products(float (&dproducts)[1][8][4]) const {
     sequences().tell(dproducts, row);
     ::wait(2, 128);                                   // nobody reads B C^T any more
@@ -289,7 +295,7 @@ struct ChunkBackwardSm90 {
 
   // ---------------------------------------------------------------------------------------------- states
 
-  // Starts made = or += a b, 64 columns of them, for b whose rows are those that are added up. kTransposed: a's too.
+  // Starts made = or += a b for 64 columns, where the rows of b are summed. kTransposed: those of a too.
   template <bool kAdd, int kTransposed = 0>
   static __device__ __forceinline__ void start(float (&made)[8][4], const unsigned char* a, const unsigned char* b) {
     const u64 rows = descriptor(a, 16), columns = descriptor(b, kBox);
@@ -300,7 +306,7 @@ struct ChunkBackwardSm90 {
                                                        columns + i * 16 * kRowBytes / 16, kAdd || i > 0);
     wgmma_commit();
   }
-  // sum += factor made; rows that the state does not reach leave it out, whatever it is.
+  // sum += factor made. A factor of 0 excludes the state, whatever it is.
   static __device__ __forceinline__ void add(float (&sum)[8][4], const float (&made)[8][4], const float (&factor)[2]) {
     #pragma unroll
     for (int n = 0; n < 8; ++n)
@@ -309,7 +315,7 @@ struct ChunkBackwardSm90 {
         if (factor[e / 2] != 0.f) sum[n][e] = fmaf(factor[e / 2], made[n][e], sum[n][e]);
   }
 
-  // <R, S>, this thread's partial: the diagonal of S R^T.
+  // Computes <R, S>, this thread's partial: the diagonal of S R^T.
   __device__ __forceinline__ float dot() const {
     float made[8][4], sum = 0.f;
     ScoreRows<T, kState, kChunk, false> s;
@@ -362,7 +368,7 @@ struct ChunkBackwardSm90 {
     next_head();
   }
 
-  // What the state in front gives to each row of y, and so to what passes over rows: C S^T, times dy.
+  // Computes the contribution of the state before to each row of y, C S^T, and from it and dy that to the decays.
   __device__ __forceinline__ void tell_front(const unsigned char* dy, const float (&factor)[2]) const {
     float made[8][4], seen[2] = {0.f, 0.f};
     ScoreRows<T, kState, kChunk, false> c;
@@ -401,8 +407,9 @@ struct ChunkBackwardSm90 {
 
   // ---------------------------------------------------------------------------------------------- rows
 
-  // By one warp: ddt, and the chunk's partial of the gradient of A, once all is told. racecheck follows no mbarriers:
-  // all_told orders telling before reading, and `stages`, released here, reading before a later head is told.
+  // Computes, with one warp, ddt and the chunk's partial of the gradient of A, once all contributions are written.
+  // racecheck does not follow mbarriers: all_told orders writes before reads, and `stages`, released here, orders reads
+  // before the writes of a later head.
   __device__ __forceinline__ void rows(float* ddt, float rate, float* partial_rate) {
     shared.stages.wait(ring);
     barrier_wait(&shared.all_told[ring.stage], ring.parity);
@@ -426,7 +433,7 @@ struct ChunkBackwardSm90 {
 
   // ---------------------------------------------------------------------------------------------- the end
 
-  // dB += dGamma^T C (kTransposed = 0), dC += dGamma B (1); the gradient of B C^T lies there transposed.
+  // dB += dGamma^T C (kTransposed = 0) or dC += dGamma B (1). The gradient of B C^T is stored transposed.
   template <int kTransposed>
   __device__ __forceinline__ void add_products(float (&sum)[kParts][8][4], const unsigned char (&other)[kParts][kBox]) {
     ::wait(1, 384);
@@ -438,7 +445,7 @@ struct ChunkBackwardSm90 {
       wgmma_wait<0>(sum[part]);
     }
   }
-  // dB or dC of `left` rows.
+  // Stores dB or dC of `left` rows.
   __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kParts][8][4], int left) const {
     #pragma unroll
     for (int h = 0; h < 2; ++h) {

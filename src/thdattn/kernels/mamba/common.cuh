@@ -1,10 +1,10 @@
 // What the kernels of the Mamba-2 mixer share (sm_80 and later): sizes, which rows count, and tiles of a chunk of rows.
 //
-// The one rule: row j counts for row i iff first[i] <= j <= i, where first[i] is where the sequence of row i begins.
-// Rows of padding have first[i] = i + 1. What does not count is left out by selection, never by a product with 0.
+// The rule: row j counts for row i iff first[i] <= j <= i, where first[i] is the beginning of row i's sequence. Padding
+// rows have first[i] = i + 1. What does not count is excluded by selection, never by a product with 0.
 //
-// Chunks are kChunk rows of the buffer. Arrays of dt and of what follows from it are (heads, chunks * kChunk) float32;
-// rows behind the last one belong to the sequence of the last one, and have dt = x = B = C = 0.
+// Chunks are kChunk rows of the buffer. Arrays of dt, and of values derived from it, are (heads, chunks * kChunk)
+// float32. Rows behind the last one belong to its sequence, and have dt = x = B = C = 0.
 
 #pragma once
 
@@ -12,10 +12,10 @@
 
 [[maybe_unused]] constexpr int kChunk = 64;
 
-// A row of zxbcdt has the columns z, x, B, C, dt; one of channels has x, B, C.
+// A row of zxbcdt has the columns z, x, B, C, dt. A row of channels has x, B, C.
 struct MixerSize {
   int rows;
-  int offset;                                         // the number of a row in the pack, minus that on this rank
+  int offset;                                         // number of a row in the pack minus that on this rank
   int heads;
   int head_dim;
   int groups;
@@ -27,14 +27,14 @@ struct MixerSize {
   __device__ __forceinline__ int columns() const { return inner() + channels() + heads; }
   __device__ __forceinline__ int chunks() const { return (rows + kChunk - 1) / kChunk; }
   __device__ __forceinline__ int group_of(int head) const { return head / (heads / groups); }
-  // Where in a row of channels B and C of a group are.
+  // Columns of B and C of a group in a row of channels.
   __device__ __forceinline__ int b_column(int group) const { return inner() + group * state_dim; }
   __device__ __forceinline__ int c_column(int group) const { return inner() + (groups + group) * state_dim; }
-  // Where in an array of dt the rows of a chunk are.
+  // Index of a chunk's first row in an array of dt.
   __device__ __forceinline__ size_t in_heads(int head, int chunk) const {
     return ((size_t)head * chunks() + chunk) * kChunk;
   }
-  // Where in an array of states a segment's one of a head is.
+  // Index of a head's state of a segment in an array of states.
   __device__ __forceinline__ size_t state_of(int segment_number, int head) const {
     return ((size_t)segment_number * heads + head) * head_dim * state_dim;
   }
@@ -43,50 +43,50 @@ CHECK_MixerSize;
 
 // ------------------------------------------------------------------------------------------------ rows that count
 
-// The range that stands for a row: its own, or that of the last row for rows behind it.
+// Returns the range of a row. Rows behind the last one have that of the last one.
 __device__ __forceinline__ int2 range_at(const int2* ranges, int row, const MixerSize& size) {
   return ranges[min(row, size.rows - 1)];
 }
-// first[row], below 0 if its sequence began on another rank.
+// Returns first[row], which is below 0 if the row's sequence began on another rank.
 __device__ __forceinline__ int first_of(int2 range, int row, const MixerSize& size) {
   return is_empty(range) ? row + 1 : range.x - size.offset;
 }
-// How many rows in front of its own a row sees, of those that a convolution reaches; -1: padding.
+// Returns how many of the `reach` rows before its own a row sees, or -1 for padding.
 __device__ __forceinline__ int sight_of(int2 range, int row, int reach, const MixerSize& size) {
   return min(row - first_of(range, row, size), reach);
 }
 
-// Which tile of rows this thread block has, of which a grid has y in each of its z; some are behind the last one.
+// Returns the tile of rows of this thread block. A grid has y tiles in each of its z; some are behind the last one.
 __device__ __forceinline__ int tile_of_rows() { return blockIdx.z * gridDim.y + blockIdx.y; }
 
 // ------------------------------------------------------------------------------------------------ numbers
 
-// Of a difference of sums of a * log2(e), which is above 0 by rounding alone.
+// Returns the decay over a difference of sums of a * log2(e), which only rounding can make positive.
 __device__ __forceinline__ float decay_of(float difference) { return exp2_fast(fminf(difference, 0.f)); }
 
 __device__ __forceinline__ float sigmoid(float x) {
   float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_fast(-kLog2e * x))); return r;
 }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
-// log(1 + exp(x)), which is exp(x) far below 0.
+// Computes log(1 + exp(x)), which is exp(x) far below 0.
 __device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
 
 template <typename T> __device__ __forceinline__ float to_float(T x) { return unpack<T>(x.bits).x; }
 
-// A state may leave the range of float16. Where it is an operand it is therefore scaled to its own size, by a power of
-// two: nothing is rounded but once.
+// A state may exceed the range of float16. If it is an operand, it is therefore scaled to its own size by a power of
+// two, so that nothing is rounded more than once.
 template <typename T> constexpr bool kScalesStates = sizeof(T) == 0;
 template <> constexpr bool kScalesStates<f16> = true;
 
 struct PowerOfTwo { float factor, inverse; };
-// That which makes the largest number at least 2^14 and less than 2^15; bits: of the largest number. Those below 2^-40
-// are not made larger than that would be: what they give is below the least of float16 anyway, and what else is scaled
-// with them, or was scaled otherwise before, must not leave float32.
+// Returns the power of two that brings the largest number to at least 2^14 and less than 2^15. bits: those of the
+// largest number. A state below 2^-40 gets the scale of 2^-40. Its contribution is below the smallest float16 anyway,
+// and whatever shares its scale, or had another before, must stay within float32.
 __device__ __forceinline__ PowerOfTwo scale_of(int bits) {
   const int exponent = min(max(bits >> 23, 127 - 40), 254);
   return {__int_as_float((268 - exponent) << 23), __int_as_float((exponent - 14) << 23)};
 }
-// The bits of the largest number of a warp.
+// Returns the bits of the largest number of a warp.
 template <int kFragments, int kBlocks>
 __device__ __forceinline__ int largest_of_warp(const float (&x)[kFragments][kBlocks][4]) {
   float largest = 0.f;
@@ -101,14 +101,14 @@ __device__ __forceinline__ int largest_of_warp(const float (&x)[kFragments][kBlo
 
 // ------------------------------------------------------------------------------------------------ segments
 
-// What of the state in front of a chunk lasts until its end. last_sum, last: of its last row.
+// Returns the decay of the state before a chunk until its end. last_sum, last: of the chunk's last row.
 __device__ __forceinline__ float through_chunk(float last_sum, int2 last, int chunk, const MixerSize& size) {
   const int end = chunk * kChunk + kChunk - 1;
   return first_of(last, end, size) < chunk * kChunk ? decay_of(last_sum) : 0.f;
 }
 
-// The chunks of a segment, of which those from `from` on reach its end. Of a state that no row behind a segment sees, 0
-// is as good; used_behind: whether one behind the last segment may.
+// The chunks of a segment. Those from `from` on reach its end. If no row behind a segment sees its state, that is left
+// at 0. used_behind: whether a row behind the last segment may see its state.
 struct Segment {
   int number, begin, end, from;
   bool goes_on;                                       // one sequence, which began before
@@ -127,7 +127,7 @@ struct Segment {
   }
 };
 
-// Segments that follow each other, of which this thread block, the y-th of the grid, walks down the chunks.
+// Consecutive segments. This thread block, the y-th of the grid, processes the chunks of `of_block` of them in order.
 struct Segments { int first, count, of_block; };
 struct Run {
   int segment, begin, end;                            // the first segment, and chunks
@@ -140,7 +140,7 @@ CHECK_Segments;
 
 // ------------------------------------------------------------------------------------------------ barriers
 
-// Some warps wait until others have arrived; threads: of both together. 0 is that of __syncthreads.
+// Some warps wait until others have arrived. threads: of both together. Barrier 0 is that of __syncthreads.
 __device__ __forceinline__ void arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
@@ -150,8 +150,8 @@ __device__ __forceinline__ void wait(int barrier, int threads) {
 
 // ------------------------------------------------------------------------------------------------ tiles
 
-// Starts to copy the rows of a chunk, kCols elements of each, to a tile whose rows are kCols + kPad elements apart.
-// Rows behind the last one become zeros.
+// Starts to copy kCols elements of each row of a chunk to a tile with kCols + kPad elements per row. Rows behind the
+// last one become zeros.
 template <typename T, int kCols, int kThreads>
 __device__ __forceinline__ void load_chunk(T* tile, const T* source, u32 pitch, int chunk, int num_rows,
                                            int thread) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void load_range(int2* into, const int2* ranges, int r
                :: "r"(shared_address(into)), "l"(ranges + min(row, size.rows - 1)));
 }
 
-// Rows of this warp as an operand: 16 rows of a tile of kDim columns.
+// Loads 16 rows of a tile of kDim columns as this warp's operand.
 template <typename T, int kDim>
 __device__ __forceinline__ void load_operand(u32 (&a)[kDim / 16][4], const T* rows) {
   const int lane = threadIdx.x % kWarp;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void load_operand(u32 (&a)[kDim / 16][4], const T* ro
   for (int k = 0; k < kDim / 16; ++k) ldmatrix(a[k], from + k * 16);
 }
 
-// sum[i][j] += a[i] . b[j] over kDim columns: 16 rows of a, and 8 * kBlocks rows of a tile of kDim columns.
+// sum[i][j] += a[i] . b[j] over kDim columns, for 16 rows of a, and 8 * kBlocks rows of a tile of kDim columns.
 template <typename T, int kDim, int kBlocks>
 __device__ __forceinline__ void add_products(float (&sum)[kBlocks][4], const u32 (&a)[kDim / 16][4], const T* b) {
   const int lane = threadIdx.x % kWarp;
@@ -197,8 +197,8 @@ __device__ __forceinline__ void add_products(float (&sum)[kBlocks][4], const u32
     }
 }
 
-// Columns of a tile as the rows of an operand, each row of the tile times its weight and rounded once: 16 columns from
-// `tile` on, whose rows are kPitch elements apart, and the 16 rows of `weights`.
+// Loads columns of a tile as the rows of an operand. Each row of the tile is multiplied by its weight and rounded once.
+// It takes 16 columns from `tile` on, with kPitch elements per row, and the 16 rows of `weights`.
 template <typename T, int kPitch>
 __device__ __forceinline__ void load_weighted_columns(u32 (&a)[4], const T* tile, const float* weights) {
   const int lane = threadIdx.x % kWarp;

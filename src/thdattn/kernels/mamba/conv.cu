@@ -1,4 +1,5 @@
-// In front of the recurrence of the Mamba-2 mixer: the causal convolution and silu of x, B and C, and dt with its sums.
+// What precedes the recurrence of the Mamba-2 mixer: the causal convolution and silu of x, B and C, and dt with its
+// sums.
 
 #pragma once
 
@@ -20,7 +21,7 @@ template <int kCount> __device__ __forceinline__ void load_floats(float (&to)[kC
   }
 }
 
-// Some columns of x, B and C as the convolution walks down the rows.
+// Some columns of x, B and C while the convolution proceeds down the rows.
 template <typename T, int kWidth>
 struct Convolution {
   static constexpr int kReach = kWidth - 1;
@@ -48,7 +49,7 @@ struct Convolution {
       seen[kReach][i] = pair.x, seen[kReach][i + 1] = pair.y;
     }
   }
-  // Rows that the last one does not see, no later one sees either.
+  // Clears the rows that the last one does not see. No later row sees them either.
   __device__ __forceinline__ void forget_all_but(int in_sight) {
     if (in_sight >= kReach) return;
     #pragma unroll
@@ -56,7 +57,7 @@ struct Convolution {
       #pragma unroll
       for (int i = 0; i < kColumns; ++i) seen[tap][i] = kReach - tap <= in_sight ? seen[tap][i] : 0.f;
   }
-  // Before silu, of the row that was passed last.
+  // Convolves the row that was passed last, before silu.
   __device__ __forceinline__ void convolve(float (&sum)[kColumns]) const {
     #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
@@ -67,7 +68,7 @@ struct Convolution {
   }
 };
 
-// Some columns of rows of x, B and C; threads side by side share the rows.
+// Convolves some columns of rows of x, B and C. Neighbouring threads share the rows.
 template <typename T, int kWidth>
 __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, const T* halo, const float* conv_weight,
                                               const float* conv_bias, const int2* ranges, int tile, int column_tile,
@@ -87,9 +88,9 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
   const T* const from = zxbcdt + size.inner() + column;
   Convolution<T, kWidth> convolution;
   convolution.load_weights(conv_weight, conv_bias, column);
-  // The halo is not set where no sequence began on another rank, which initcheck reports; forget_all_but discards it.
+  // The halo is not set if no sequence began on another rank, which initcheck reports; forget_all_but discards it.
   #pragma unroll
-  for (int tap = 0; tap < kReach; ++tap) {            // what was on another rank is in the halo
+  for (int tap = 0; tap < kReach; ++tap) {            // rows of another rank are in the halo
     const int row = begin - kReach + tap;
     const T* const there = row < 0 ? halo + (size_t)(kReach + row) * size.channels() + column : from + row * pitch;
     convolution.next(*(const Columns*)there);
@@ -110,7 +111,7 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
       float sum[kColumns];
       convolution.convolve(sum);
       Columns made;
-      const u32 valid = in_sight < 0 ? 0 : ~0u;       // a mask, as compilers branch around what a choice leaves out
+      const u32 valid = in_sight < 0 ? 0 : ~0u;       // a mask, as compilers branch around a selection
       #pragma unroll
       for (int p = 0; p < kColumns / 2; ++p) made.pairs[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
       if (row < end) *(Columns*)to = made;
@@ -124,11 +125,11 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
 struct Rates {
   float* dt;
   float* sums;                                        // of dt * A * log2(e), up to each row
-  float* leave;                                       // dt times what lasts until the end of the chunk
+  float* leave;                                       // dt times the decay until the end of the chunk
 };
 
-// One chunk and head, by a warp: sums over rows of the same sequence, each lane of two rows that follow each other.
-// dt: before softplus.
+// Sums over rows of the same sequence, for one chunk and head, with one warp. Each lane has two consecutive rows. dt:
+// before softplus.
 __device__ __forceinline__ void make_rates(const Rates& rates, float (&dt)[2], float rate, int chunk, int head,
                                            const int (&first)[2], int last_first, const MixerSize& size) {
   const int lane = threadIdx.x % kWarp, row = chunk * kChunk + 2 * lane;
@@ -143,7 +144,7 @@ __device__ __forceinline__ void make_rates(const Rates& rates, float (&dt)[2], f
   #pragma unroll
   for (int lanes = 1; lanes < kWarp; lanes *= 2) {
     const float before = __shfl_up_sync(0xffffffffu, sum[1], lanes);
-    // Its row is 2 * lanes before this lane's second one.
+    // The other lane's row is 2 * lanes before this lane's second one.
     if (lane >= lanes && first[1] <= row + 1 - 2 * lanes) sum[1] += before;
   }
   const float before = __shfl_up_sync(0xffffffffu, sum[1], 1);
@@ -156,7 +157,8 @@ __device__ __forceinline__ void make_rates(const Rates& rates, float (&dt)[2], f
              row + 1 >= last_first ? dt[1] * decay_of(last - sum[1]) : 0.f);
 }
 
-// A chunk per warp, some heads, of which there is a multiple; what it reads of them it reads first.
+// Computes the rates of some heads of a chunk with one warp. The number of heads is a multiple. All heads are read
+// first.
 template <typename T>
 __device__ __forceinline__ void rates_of_heads(const Rates& rates, const T* zxbcdt, const float* A_log,
                                                const float* dt_bias, const int2* ranges, int chunk, int head_tile,
@@ -186,10 +188,11 @@ __device__ __forceinline__ void rates_of_heads(const Rates& rates, const T* zxbc
   }
 }
 
-// The last thread blocks of a row of the grid make dt, the others x, B and C from a tile of columns on. Bound by
-// memory.
-// halo (kWidth - 1, channels): rows of x, B and C in front; read where a sequence began on another rank
-// channels (rows, channels): x, B and C behind silu; dt, sums, leave: see Rates; all 0 on padding
+// Computes dt in the last thread blocks of a row of the grid, and x, B and C from a tile of columns on in the others.
+// Bound by memory bandwidth.
+//
+// halo (kWidth - 1, channels): rows of x, B and C before this rank's; read if a sequence began on another rank
+// channels (rows, channels): x, B and C after silu; dt, sums, leave: see Rates; all are 0 on padding
 // Launch: grid (column_tiles + tiles of 16 heads, tiles of 256 rows, see tile_of_rows), block 256.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kConvThreads) thd_mixer_conv(

@@ -1,5 +1,5 @@
-// What is in front of the recurrence of the Mamba-2 mixer, backward: convolution, silu and dt; sums of what rows give
-// to the gradients of weights; and what rows of other ranks give to the last rows of this one.
+// The backward of what precedes the recurrence of the Mamba-2 mixer: convolution, silu and dt. Also sums of the rows'
+// partials of the gradients of weights, and contributions of other ranks' rows to the last rows of this one.
 
 #pragma once
 
@@ -7,14 +7,15 @@
 
 [[maybe_unused]] constexpr int kConvBackThreads = 128, kConvBackColumns = 2 * kConvBackThreads, kConvBackAhead = 8;
 
-// Thread blocks of the usual width that partial a multiprocessor; compiled for others than Hopper, five spill.
+// Thread blocks of the usual width that share a multiprocessor. Compiled for other GPUs than Hopper, five spill.
 #if __CUDA_ARCH__ == 900
 [[maybe_unused]] constexpr int kConvBackBlocks = 5;
 #else
 [[maybe_unused]] constexpr int kConvBackBlocks = 2;
 #endif
 
-// Two columns as they lie in memory: what is unpacked where it is needed is on its way until then.
+// Two columns in their type in memory. They are unpacked where they are needed, so that their load may be in flight
+// until then.
 template <typename T> struct Pair {
   u32 words;
   __device__ __forceinline__ float2 numbers() const { return unpack<T>(words); }
@@ -27,20 +28,20 @@ template <typename T> __device__ __forceinline__ Pair<T> load_pair(const T* from
   return {*(const decltype(Pair<T>::words)*)from};
 }
 
-// What thd_mixer_conv_bwd makes, beside dzxbcdt. A chunk's partials of gradients lie in the order of the weights.
+// What thd_mixer_conv_bwd writes beside dzxbcdt. A chunk's partials of gradients are in the order of the weights.
 struct ConvGradients {
   float* partials;                                      // (chunks, pitch)
-  float* ends;                                        // (2, reach, channels), see reference.mixer_conv_bwd
+  float* ends;                                        // (2, reach, channels), see mixer_conv_bwd of mamba/reference
   size_t pitch;
 };
 
-// The rows of a chunk and of the next one, of which a thread has two columns. Of rows behind the last one it has those
-// of the last one, which nobody takes.
+// The rows of a chunk and of the next one; a thread has two columns. Rows behind the last one read the last one, and
+// their values are not used.
 template <typename In>
 struct RowsOfChunk {
   const In* first;                                    // row of the chunk, the same for all threads
   u32 pitch, column;
-  int last;                                           // row there is
+  int last;                                           // last row that exists
 
   __device__ __forceinline__ RowsOfChunk(const In* rows, u32 pitch, int column, int chunk, const MixerSize& size)
       : first(rows + (size_t)chunk * kChunk * pitch), pitch(pitch), column(column),
@@ -48,16 +49,16 @@ struct RowsOfChunk {
   __device__ __forceinline__ Pair<In> operator[](int row) const {
     return load_pair(first + ((u32)min(row, last) * pitch + column));
   }
-  // Of a row that is there, `further` rows behind another.
+  // Loads an existing row, `further` rows behind another.
   __device__ __forceinline__ Pair<In> behind(int row, int further) const {
     return load_pair(first + ((u32)row * pitch + column) + (size_t)further * pitch);
   }
 };
 
-// Gradients that are there in parts, which add up.
+// Gradients that are stored as several terms.
 struct PartsOfChunk {
   RowsOfChunk<float> parts;
-  size_t step;                                        // from one part to the next
+  size_t step;                                        // from one term to the next
   int splits;
 
   __device__ __forceinline__ Pair<float> operator[](int row) const {
@@ -74,8 +75,8 @@ struct PartsOfChunk {
   __device__ __forceinline__ Pair<float> behind(int row, int further) const { return (*this)[row + further]; }
 };
 
-// Two columns, as they walk down the rows of a chunk, and some more that saw its last ones. The last of `seen` and
-// `made` are of the row that is passed, the others of those before it.
+// Two columns while the backward proceeds down the rows of a chunk, and some more rows that saw its last ones. The last
+// of `seen` and `made` belong to the row that is passed, the others to those before it.
 template <int kWidth>
 struct ConvBackward {
   static constexpr int kReach = kWidth - 1;
@@ -89,7 +90,8 @@ struct ConvBackward {
       for (int tap = 0; tap < kWidth; ++tap) weights[tap][i] = conv_weight[(size_t)(column + i) * kWidth + tap];
     }
   }
-  // A row, and the gradient of what is behind it. in_sight: rows before it that it sees, -1 for padding; kWhole: all.
+  // Passes a row, and the gradient of its convolved value after silu. in_sight: rows before it that it sees, -1 for
+  // padding. kWhole: it sees all. kOwn: it belongs to this chunk.
   template <bool kWhole, bool kOwn>
   __device__ __forceinline__ void pass(float2 row, float2 gradient, int in_sight) {
     #pragma unroll
@@ -117,7 +119,8 @@ struct ConvBackward {
   }
 };
 
-// Where the gradients of a row that all have passed go: of a row of this rank, below 0 of the halo.
+// Stores the gradient of a row that all rows that see it have passed, for other ranks: of a row of this rank, or of the
+// halo (below 0).
 template <int kReach>
 __device__ __forceinline__ void store_end(const float (&made)[2], int row, float* ends, const MixerSize& size) {
   const int end = row < 0 ? kReach + row : row - size.rows + 2 * kReach;
@@ -125,7 +128,8 @@ __device__ __forceinline__ void store_end(const float (&made)[2], int row, float
     store_pair(ends + (size_t)end * size.channels(), made[0], made[1]);
 }
 
-// from: the columns of zxbcdt; gradients: of what is behind the convolution, and silu; made: like `from`.
+// Computes the backward of convolution and silu. from: the columns of zxbcdt; gradients: of the convolved values after
+// silu; made: like `from`.
 template <typename T, int kWidth, typename Gradients>
 __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const Gradients& gradients, const T* halo,
                                               const float* conv_weight, const float* conv_bias, const int* in_sight,
@@ -136,7 +140,7 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
   const bool at_an_end = chunk == 0 || begin + kChunk + kReach > size.rows;
   float* const ends = sums.ends + column;
   ConvBackward<kWidth> work(conv_weight, conv_bias, column);
-  // The halo is not set where no sequence began on another rank, which initcheck reports; in_sight leaves it out.
+  // The halo is not set if no sequence began on another rank, which initcheck reports; in_sight excludes it.
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {
     const T* const before = chunk ? from.first - (size_t)(kReach - tap) * from.pitch
@@ -153,12 +157,12 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
   decltype(gradients[0]) passed[kAhead];
   #pragma unroll
   for (int a = 0; a < kAhead; ++a) rows[a] = from[a], passed[a] = gradients[a];
-  __syncthreads();                                    // in_sight is there
+  __syncthreads();                                    // in_sight is ready
   for (int i = 0; i < kChunk; i += kAhead) {
     bool whole = !at_an_end;
     #pragma unroll
     for (int a = 0; a < kAhead; ++a) whole = whole && in_sight[i + a] == kReach;
-    if (whole) {                                      // nothing to ask of any row
+    if (whole) {                                      // all rows see all others
       T* const to = made + ((u32)i * from.pitch + column);
       #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
@@ -192,7 +196,7 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
   }
 }
 
-// The gradient of dt before softplus, of one head.
+// Computes the gradient of dt before softplus, for one head.
 template <typename T>
 __device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_steps, float dt_bias,
                                               const int* in_sight, T* dzxbcdt, float* partial, int chunk, int head,
@@ -219,8 +223,8 @@ __device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_s
   *partial = sum;
 }
 
-// Gradients of the columns of zxbcdt behind z, and each chunk's partials of those of weights. The last thread blocks of a
-// row of the grid take dt, the others x, B and C. Bound by memory.
+// Gradients of the columns of zxbcdt behind z, and each chunk's partials of the gradients of weights. The last thread
+// blocks of a row of the grid compute dt, the others x, B and C. Bound by memory bandwidth.
 //
 // Launch: grid (column_tiles + ceil(heads / 128), chunks, see tile_of_rows), block 128.
 template <typename T, int kWidth>
@@ -269,14 +273,14 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
 
 [[maybe_unused]] constexpr int kSumBlock = 16;        // partials that are added one after another
 
-// The chunks' partials added up, in the same order on every run: by 8 threads a column, some chunks at a time, as
-// rounding grows with the numbers added in a row. Those of A become the gradient of A_log.
+// Sums the chunks' partials in the same order on every run. 8 threads per column add some chunks at a time, as rounding
+// errors grow with the numbers added in sequence. The gradient of A becomes that of A_log.
 //
 // partials (chunks, columns), sums (columns); a_log: the column where A begins
 // Launch: grid ceil(columns / 32), block 256.
-__global__ void __launch_bounds__(256) thd_mixer_sum(const float* __restrict__ partials, const float* __restrict__ A_log,
-                                                     float* __restrict__ sums, int chunks, int columns, int a_log,
-                                                     int heads) {
+__global__ void __launch_bounds__(256) thd_mixer_sum(
+    const float* __restrict__ partials, const float* __restrict__ A_log, float* __restrict__ sums, int chunks,
+    int columns, int a_log, int heads) {
   __shared__ float parts[8][32];
   const int column = blockIdx.x * 32 + threadIdx.x % 32, part = threadIdx.x / 32;
   float total = 0.f;
@@ -300,10 +304,10 @@ __global__ void __launch_bounds__(256) thd_mixer_sum(const float* __restrict__ p
   sums[column] = head >= 0 && head < heads ? -expf(A_log[head]) * total : total;
 }
 
-// The gradients of the last rows of x, B and C, rounded once: what this rank's rows give, and then those of the ranks
-// behind it, in their order.
+// Sums the gradients of the last rows of x, B and C, rounded once: the term of this rank's rows, and then those of the
+// ranks behind it, in their order.
 //
-// halos (ranks, reach, channels), tail (reach, channels): see reference.mixer_add_halos
+// halos (ranks, reach, channels), tail (reach, channels): see mixer_add_halos of mamba/reference
 // Launch: grid (ceil(channels / 256), min(reach, rows)), block 128.
 template <typename T>
 __global__ void __launch_bounds__(kConvBackThreads) thd_mixer_add_halos(
@@ -314,7 +318,7 @@ __global__ void __launch_bounds__(kConvBackThreads) thd_mixer_add_halos(
   const int at = reach - 1 - blockIdx.y;              // of the tail
   float2 total = load_pair(tail + (size_t)at * channels + column).words;
   for (int other = rank + 1; other < ranks; ++other) {
-    const long long from = at - (long long)(other - rank - 1) * size.rows;  // fewer, as many rows lie between
+    const long long from = at - (long long)(other - rank - 1) * size.rows;  // fewer, by the rows between
     if (from < 0) break;
     const float2 part = load_pair(halos + ((size_t)other * reach + from) * channels + column).words;
     total.x += part.x, total.y += part.y;

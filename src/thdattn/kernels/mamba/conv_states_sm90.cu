@@ -1,14 +1,14 @@
-// The convolution of x on its way into the states of segments, on Hopper: what thd_mixer_conv makes of x, and
-// thd_ssd_states of that, of x that is read once.
+// The convolution of x fused with the states of segments, on Hopper. It computes thd_mixer_conv for x, and
+// thd_ssd_states of the result, and reads x once.
 //
-// Roles are those of thd_ssd_states_sm90. Chunks of x come with the rows in front of them, as the convolution sees.
+// Roles are those of thd_ssd_states_sm90. Chunks of x are loaded with the rows before them that the convolution sees.
 
 #pragma once
 
 #include "kernels/mamba/hopper.cuh"
 #include "kernels/mamba/conv.cu"
 
-[[maybe_unused]] constexpr int kBefore = 8;           // rows in front of a chunk: the swizzle repeats after as many
+[[maybe_unused]] constexpr int kBefore = 8;           // rows before a chunk: the swizzle repeats after as many
 [[maybe_unused]] constexpr int kRawBox = (kChunk + kBefore) * kRowBytes;
 
 template <int kSubs, int kState, int kStages>
@@ -17,9 +17,9 @@ struct ConvStatesShared {
   float leave[kStages][kSubs][kChunk], sums[kStages][kSubs][kChunk];
   Stages<kStages, 1, 4 * kSubs> stages;
 
-  struct Heads { int group, of[kSubs]; };             // whose slabs these are
+  struct Heads { int group, of[kSubs]; };             // group and heads of these slabs
 
-  // A chunk of 64-column slabs of x from `slab` on, of B, and of numbers of every row.
+  // Loads a chunk: 64-column slabs of x from `slab` on, B, and the numbers of every row.
   __device__ __forceinline__ void load(const Ring<kStages>& ring, const TensorMap* x, const TensorMap* channels,
                                        const float* sums_of_rows, const float* leave_of_rows, int slab,
                                        const Heads& heads, int chunk, const MixerSize& size) {
@@ -37,10 +37,11 @@ struct ConvStatesShared {
   }
 };
 
-// A warpgroup convolves a chunk of 64 columns of x in place: each thread has kColumns of them and 8 rows that follow
-// each other. barrier: of the warpgroup.
-// column: the first of this thread, in a row of x. all_in_sight: every row of the chunk sees all that the convolution
-// has.
+// Convolves a chunk of 64 columns of x in place, with one warpgroup. Each thread has kColumns columns and 8 consecutive
+// rows.
+//
+// column: the first of this thread, in a row of x; barrier: of the warpgroup
+// all_in_sight: every row of the chunk sees all rows that the convolution reaches
 template <typename T, int kWidth>
 __device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, kWidth>& convolution, const T* halo,
                                                int column, int chunk, bool all_in_sight, const int2* ranges,
@@ -51,7 +52,7 @@ __device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, 
   const int vector = thread % (kSlab / kColumns) * kColumns / 8, in_vector = thread % (kSlab / kColumns) * kColumns % 8;
   auto place = [&](int row) { return row * kRowBytes + ((vector ^ row % 8) * 8 + in_vector) * 2; };
   x += first * kRowBytes;
-  // Of a halo that was not set, initcheck reports reads, as in convolve_rows; forget_all_but discards them.
+  // initcheck reports reads of a halo that was not set, as in convolve_rows; forget_all_but discards them.
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {
     const int row = tap - kReach;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, 
     convolution.next(begin + row < 0 ? *(const Columns*)(halo + (size_t)(kReach + row) * size.channels() + column)
                                      : *(const Columns*)there);
   }
-  wait(barrier, 128);                                 // all have read what others make
+  wait(barrier, 128);                                 // all have read the rows that others overwrite
   #pragma unroll 4
   for (int i = 0; i < kRows; ++i) {
     convolution.next(*(const Columns*)(x + place(i)));
@@ -78,8 +79,9 @@ __device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, 
   }
 }
 
-// Columns of x of `channels`, and states and decays as thd_ssd_states makes them; B has been made before.
-// channels: rows of x, B and C; x: those of x in zxbcdt, by boxes of kChunk + kBefore rows
+// Columns of x of `channels`, and states and decays as thd_ssd_states computes them. B has been computed before.
+//
+// channels: rows of x, B and C; x: the columns of x in zxbcdt, by boxes of kChunk + kBefore rows
 // Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs, shared memory kSharedBytes.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_conv_states_sm90(
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_conv_states_sm90(
     const int row = chunk * kChunk + kChunk - 1, sight = row - first_of(last, row, size);
     last = range_at(ranges, row + kChunk, size);
     unsigned char* const made = shared.raw[ring.stage][sub] + kBefore * kRowBytes;
-    Convolution<T, kWidth> convolution;               // loaded anew, as the state takes the registers
+    Convolution<T, kWidth> convolution;               // loaded again, as the state takes the registers
     convolution.load_weights(conv_weight, conv_bias, opaque(first_column));
     shared.stages.wait(ring);
     convolve_chunk(made, convolution, halo, first_column, chunk, sight >= kChunk + kWidth - 2, ranges, 1 + sub, size);
@@ -136,7 +138,7 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_conv_states_sm90(
       const float through = chunk > segment.from ? decay_of(shared.sums[ring.stage][sub][kChunk - 1]) : 0.f;
       state.advance(made, shared.b[ring.stage][0], shared.leave[ring.stage][sub], through);
     }
-    if (leads) add_wait_read();                       // the chunk is on its way
+    if (leads) add_wait_read();                       // shared memory has been read
     shared.stages.release(ring);
   }
   state.store(states + size.state_of(segment.number, 0) + (size_t)column * kState);

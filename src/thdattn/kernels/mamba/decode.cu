@@ -1,6 +1,6 @@
-// Texts that grow, of a Mamba-2 mixer: the next row of each, and what a forward left of the sequences of a pack. A seq
-// is the state behind its last row, and as many last rows of x, B and C as the convolution of the next one sees, with
-// zeros in front of its first. kernels/mamba/common.cuh comes first; rows of a MixerSize are sequences, or those of a pack.
+// Decode of a Mamba-2 mixer: the next row of each sequence, and what a forward leaves of the sequences of a pack. A
+// cached sequence is the state behind its last row, and the last rows of x, B and C that the next convolution sees,
+// with zeros before its first row. Rows of a MixerSize are sequences, or rows of a pack.
 
 #pragma once
 
@@ -10,12 +10,13 @@ template <typename T> __device__ __forceinline__ T rounded(float x) { return T{(
 
 __device__ __forceinline__ u32 pair_of(unsigned short low, unsigned short high) { return low | (u32)high << 16; }
 
-// x, B and C of the next row of every active seq behind the convolution and silu; the row takes its place as the last.
-// Rows of zxbcdt may begin anywhere, those of a seq begin at pairs.
+// Convolves the next row of every active sequence and applies silu; the row becomes the last of its sequence. Rows of
+// zxbcdt may begin anywhere, cached rows begin at pairs.
 //
-// zxbcdt (sequences, columns); rows (sequences, kWidth - 1, channels); conv_weight (channels, kWidth), conv_bias (channels);
-// active (sequences); convolved (sequences, channels). channels: even.
-// Launch: grid (ceil(channels / 512), sequences), block 256: a pair of channels a thread.
+// zxbcdt (sequences, columns); rows (sequences, kWidth - 1, channels); conv_weight (channels, kWidth), conv_bias
+// (channels)
+// active (sequences); convolved (sequences, channels); channels must be even
+// Launch: grid (ceil(channels / 512), sequences), block 256: one pair of channels per thread.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(256) thd_mixer_decode_conv(
     const T* __restrict__ zxbcdt, u32* __restrict__ rows, const float* __restrict__ conv_weight,
@@ -45,11 +46,12 @@ __global__ void __launch_bounds__(256) thd_mixer_decode_conv(
 [[maybe_unused]] constexpr int kStateLanes = 16;      // that have one row of a state
 [[maybe_unused]] constexpr int kDecodeThreads = 128;
 
-// The next state of a seq and its y: s = exp(dt A) s + dt x B^T, y = s C + D x per head; and, if it is gated here, its
-// result, y * silu(z). A thread block has kRows rows of a head's state, of head_dim; each is read and written once.
+// Computes the next state of a sequence and its y: s = exp(dt A) s + dt x B^T and y = s C + D x per head. If it gates,
+// the result is y * silu(z). A thread block has kRows rows of a head's state of head_dim rows; each is read and written
+// once.
 //
-// Out: T of results (sequences, inner), 0 for sequences that are not active; float of y, in the place of x in `convolved`,
-// which the threads of its row alone have read by then.
+// Out: T for results (sequences, inner), 0 for inactive sequences. float for y, which replaces x in `convolved`: only
+// the threads of its row read x, and have done so.
 template <typename T, int kStateDim, int kRows, typename Out>
 __device__ __forceinline__ void next_state(const T* zxbcdt, const float* convolved, float4* states, const float* A_log,
                                            const float* D, const float* dt_bias, const bool* active, Out* out,
@@ -104,11 +106,12 @@ __device__ __forceinline__ void next_state(const T* zxbcdt, const float* convolv
   }
 }
 
-// The next state of every active seq and its result.
+// The next state of every active sequence and its result. Bound by memory bandwidth.
 //
-// zxbcdt (sequences, columns); convolved (sequences, channels): x, B, C; states (sequences, heads, head_dim, kStateDim); A_log, D,
-// dt_bias (heads); active (sequences); out (sequences, inner), 0 for sequences that are not active. head_dim: a multiple of kRows.
-// Launch: grid (inner / kRows, sequences), which walks through memory, block 128. Bound by memory.
+// zxbcdt (sequences, columns); convolved (sequences, channels): x, B, C; states (sequences, heads, head_dim, kStateDim)
+// A_log, D, dt_bias (heads); active (sequences); out (sequences, inner), 0 for inactive sequences
+// head_dim: a multiple of kRows
+// Launch: grid (inner / kRows, sequences), which proceeds through memory, block 128.
 template <typename T, int kStateDim, int kRows>
 __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
     const T* __restrict__ zxbcdt, const float* __restrict__ convolved, float4* __restrict__ states,
@@ -117,7 +120,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
   next_state<T, kStateDim, kRows>(zxbcdt, convolved, states, A_log, D, dt_bias, active, out, size);
 }
 
-// The same without the gate, for thd_mixer_decode_norm: y takes the place of x. Launch: as above.
+// The next state without the gate, for thd_mixer_decode_norm: y replaces x. Launch: as thd_mixer_decode.
 template <typename T, int kStateDim, int kRows>
 __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode_ungated(
     const T* __restrict__ zxbcdt, float* convolved, float4* __restrict__ states, const float* __restrict__ A_log,
@@ -125,15 +128,15 @@ __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode_ungated(
   next_state<T, kStateDim, kRows>(zxbcdt, convolved, states, A_log, D, dt_bias, active, convolved, size);
 }
 
-// Rows of a sequence of a pack; none if the offsets are none.
+// Returns the rows of a sequence of a pack, or none if the offsets are invalid.
 __device__ __forceinline__ int2 sequence(const int* cu_seqlens, const int* cu_seqlens_padded, int seq, int num_rows) {
   const int begin = cu_seqlens_padded[seq], length = cu_seqlens[seq + 1] - cu_seqlens[seq];
   const bool good = begin >= 0 && length >= 0 && begin <= num_rows && length <= num_rows - begin;
   return good ? make_int2(begin, begin + length) : make_int2(0, 0);
 }
 
-// The last `reach` rows of x, B and C of every sequence, (sequences, reach, channels); 0 in front of its first.
-// Launch: grid (ceil(reach * channels / 512), sequences), block 256: a pair of channels a thread.
+// Copies the last `reach` rows of x, B and C of every sequence, (sequences, reach, channels); 0 before its first row.
+// Launch: grid (ceil(reach * channels / 512), sequences), block 256: one pair of channels per thread.
 template <typename T>
 __global__ void __launch_bounds__(256) thd_mixer_fill_rows(
     const T* __restrict__ zxbcdt, u32* __restrict__ rows, const int* __restrict__ cu_seqlens,
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(256) thd_mixer_fill_rows(
 [[maybe_unused]] constexpr int kFillColumns = 64;     // of x, in a thread block
 [[maybe_unused]] constexpr int kFillThreads = 128;
 
-// A chunk of rows: those that are not of the sequence are 0, and weigh 0.
+// A chunk of rows. Rows of other sequences are 0 and have weight 0.
 template <typename T, int kStateDim>
 struct FillStage {
   T x[kChunk * (kFillColumns + kPad)], b[kChunk * (kStateDim + kPad)];
@@ -169,12 +172,12 @@ __device__ __forceinline__ void load_rows(T* tile, const T* columns, u32 pitch, 
   }
 }
 
-// The state behind every sequence of a pack: from that in front of the segment of its last row, and from its rows in
-// this segment, the last ones first, as then every weight is a product of decays that are known.
+// Computes the state behind every sequence of a pack: from the state before the segment of its last row, and from its
+// rows in this segment. The last rows come first, as every weight is then a product of known decays.
 //
-// channels (rows, channels): x, B, C behind the convolution; dt, sums: see Rates of the convolution; segment_states
-// (segments, heads, head_dim, kStateDim); states (sequences, heads, head_dim, kStateDim), 0 for those without a row.
-// head_dim: a multiple of kFillColumns.
+// channels (rows, channels): convolved x, B, C; dt, sums: see Rates of conv.cu
+// segment_states (segments, heads, head_dim, kStateDim)
+// states (sequences, heads, head_dim, kStateDim), 0 for sequences without a row; head_dim: a multiple of kFillColumns
 // Launch: grid (inner / kFillColumns, sequences), block 128, shared memory kSharedBytes.
 template <typename T, int kStateDim, int kSharedBytes>
 __global__ void __launch_bounds__(kFillThreads) thd_mixer_fill(
@@ -204,7 +207,7 @@ __global__ void __launch_bounds__(kFillThreads) thd_mixer_fill(
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int row = warp % 2 * 32, column = warp / 2 * (kStateDim / 2);  // of the state, where this warp's part begins
-  float state[2][kBlocks][4] = {}, behind = 0.f;      // behind: the sum of a * log2(e) over the chunks that are done
+  float state[2][kBlocks][4] = {}, behind = 0.f;      // behind: the sum of a * log2(e) over the chunks done
   load(end - 1);
   for (int chunk = end - 1; chunk >= begin; --chunk) {
     load(chunk - 1);

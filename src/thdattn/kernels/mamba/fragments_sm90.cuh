@@ -1,10 +1,10 @@
-// Tiles of 64 rows in boxes of 64 columns, of which a warp has 16 rows, each thread as it has them of accumulators.
+// Tiles of 64 rows in boxes of 64 columns. Each warp has 16 rows, and each thread those of its accumulators.
 
 #pragma once
 
 #include "kernels/mamba/hopper.cuh"
 
-// Rows of a box.
+// This thread's elements of a box, in the layout of accumulators.
 template <typename T>
 struct RowsOfBox {
   u32 words[8][2];
@@ -18,11 +18,11 @@ struct RowsOfBox {
       words[n][0] = a[0], words[n][1] = a[1], words[n + 1][0] = a[2], words[n + 1][1] = a[3];
     }
   }
-  // The two numbers of block n in the thread's first row or in its second one.
+  // Returns the two numbers of block n in the thread's first row or in its second one.
   __device__ __forceinline__ float2 pair(int n, int half) const { return unpack<T>(words[n][half]); }
 };
 
-// Rounds 64 rows of 8 * kBlocks numbers times a factor.
+// Stores 64 rows of 8 * kBlocks numbers times a factor, rounded.
 template <typename T, int kBlocks>
 __device__ __forceinline__ void round_to(unsigned char* tile, const float (&x)[kBlocks][4], float factor = 1.f) {
   const auto [warp, lane] = me();

@@ -1,8 +1,8 @@
-// The gate, backward, on its way into the gradients of states, on Hopper: what thd_mixer_gate_bwd makes, and
-// thd_ssd_dstates of that, of rows that are read once.
+// The backward of the gate fused with the gradients of states, on Hopper. It computes thd_mixer_gate_bwd, and
+// thd_ssd_dstates of the result, and reads rows once.
 //
-// A warpgroup has a head, as in WalkSm90; one more warp loads. dy and dz are made where dout and y arrived, each number
-// by the thread that read it.
+// A warpgroup has a head, as in WalkSm90, and one more warp loads. dy and dz replace dout and y in shared memory, each
+// number by the thread that read it.
 
 #pragma once
 
@@ -15,13 +15,13 @@ struct GateStatesShared {
   static constexpr int kStages = 2;
   unsigned char dout[kStages][kSubs][kBox], y[kStages][kSubs][kBox], z[kStages][kSubs][kBox], x[kStages][kSubs][kBox];
   unsigned char c[kStages][kState / kSlab][kBox];
-  float weights[2][kSubs][kChunk + 2];                // and, behind those of rows, what is left of the state
+  float weights[2][kSubs][kChunk + 2];                // and, behind those of rows, the decay of the state
   u32 counts[2][kSubs][kChunk / kWarp];               // a bit for each row
   float of_d[2][kSubs][4];                            // of each warp
   Stages<kStages, 1, 4 * kSubs> stages;
 };
 
-// The tensors that a row is of, by boxes of 64 columns.
+// The tensors of a row, by boxes of 64 columns.
 struct GateMaps { const TensorMap *dout, *y, *z, *channels, *dy, *dz; };
 
 template <typename T, int kSubs, int kState>
@@ -34,7 +34,8 @@ struct GateStates {
   const int2* ranges;
   int first_head, sub;
 
-  // What this thread tells its warpgroup about a chunk: what is left of the state in front at a row, or behind all.
+  // What this thread publishes to its warpgroup about a chunk: the decay of the state before until a row, or until its
+  // end.
   struct Told {
     float number;
     int2 range;
@@ -51,7 +52,7 @@ struct GateStates {
     if (thread < kChunk && thread % kWarp == 0) shared.counts[parity][sub][thread / kWarp] = counts;
   }
 
-  // By one thread.
+  // Loads a chunk with one thread.
   __device__ __forceinline__ void load(const Turns& turn, int chunk, const MixerSize& size) const {
     const u32 at = turn.stage;
     u64* const full = &shared.stages.full[at];
@@ -65,7 +66,7 @@ struct GateStates {
     copy_columns<kState>(shared.c[at][0], maps.channels, size.c_column(size.group_of(first_head)), chunk, full);
   }
 
-  // dy and dz of a chunk; each thread has 8 columns of 4 rows.
+  // Computes dy and dz of a chunk. Each thread has 8 columns of 4 rows.
   __device__ __forceinline__ void gate(u32 stage, int parity) const {
     const int thread = threadIdx.x % 128, vector = thread % 8;
     float of_d = 0.f;
@@ -83,7 +84,7 @@ struct GateStates {
     if (me().lane == 0) shared.of_d[parity][sub][me().warp] = of_d;
   }
 
-  // By one thread of a warpgroup, of what all of them have made.
+  // Stores what all threads of a warpgroup have computed, with one of them.
   __device__ __forceinline__ void store(u32 stage, int parity, int chunk, float* partial_d) const {
     store_box(maps.dy, shared.dout[stage][sub], 0, first_head + sub, chunk * kChunk);
     store_box(maps.dz, shared.y[stage][sub], 0, first_head + sub, chunk * kChunk);
@@ -93,7 +94,7 @@ struct GateStates {
   }
 };
 
-// dy, dz and the chunks' partials of the gradient of D as thd_mixer_gate_bwd makes them; dstates and decays as
+// dy, dz and the chunks' partials of the gradient of D, as thd_mixer_gate_bwd computes them, and dstates and decays, as
 // thd_ssd_dstates does. Boxes: of dout, y and dy (rows, inner); of z and dz, which are columns of rows; of channels.
 // Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs + 32, shared memory kSharedBytes.
 template <typename T, int kSubs, int kState, int kSharedBytes>
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(128 * kSubs + kWarp, 1) thd_ssd_gate_states_sm
   for (int chunk = begin + count - 1; chunk >= begin; --chunk, parity ^= 1, ring.advance()) {
     const int next = max(chunk - 1, begin);
     const auto told = work.ask(next, size);
-    wait(1 + sub, 128);                               // all is told of this chunk
+    wait(1 + sub, 128);                               // all is published of this chunk
     shared.stages.wait(ring);
     work.gate(ring.stage, parity);
     wait(1 + sub, 128);

@@ -1,8 +1,8 @@
 // What the mixer's Hopper kernels (sm_90a) share: the state of a head in registers, and stages of shared memory.
 //
-// Each warpgroup has 64 columns of x, of one head, with their states, 64 x kState in registers; those of a thread block
-// read B and C of one group. Rows are loaded ahead as boxes of 64 columns, by maps of `channels` and of columns of
-// zxbcdt.
+// Each warpgroup has 64 columns of x, of one head, and their states, 64 x kState in registers. All heads of a thread
+// block read B and C of one group. Rows are loaded ahead as boxes of 64 columns, by maps of `channels` and of columns
+// of zxbcdt.
 
 #pragma once
 
@@ -11,13 +11,14 @@
 
 [[maybe_unused]] constexpr int kBox = kSlab * kChunk * 2;  // bytes
 
-// The state of a head: 16 rows of its 64 x kState numbers a warp, as accumulators.
+// The state of a head: each warp has 16 rows of its 64 x kState numbers, as accumulators.
 template <typename T, int kState>
 struct StateOfHead {
   static constexpr int kBlocks = kState / 8;
   float s[1][kBlocks][4];
 
-  // Columns 16 * warp and the next of x as rows of an operand; leave: dt times what lasts until the end of the chunk.
+  // Loads columns 16 * warp and the next of x as rows of an operand. leave: dt times the decay until the end of the
+  // chunk.
   static __device__ __forceinline__ void prepare(u32 (&weights)[1][4][4], const unsigned char* x, const float* leave) {
     const auto [warp, lane] = me();
     #pragma unroll
@@ -32,8 +33,8 @@ struct StateOfHead {
       }
     }
   }
-  // What a chunk makes of it; through: what lasts of it until the end of the chunk. Where nothing does, the product
-  // replaces it, whatever it was.
+  // Advances the state by a chunk. through: its decay until the end of the chunk. If that is 0, the product replaces
+  // the state, whatever it was.
   __device__ __forceinline__ void advance(const unsigned char* x, const unsigned char* b, const float* leave,
                                           float through) {
     u32 weights[1][4][4];
@@ -48,7 +49,8 @@ struct StateOfHead {
     wgmma_commit();
     wgmma_wait<0>(s[0]);
   }
-  // The two numbers of block n and of row 16 * warp + lane / 4 + 8 * half, in an array of states of these 64 columns.
+  // Returns the index of the two numbers of block n and of row 16 * warp + lane / 4 + 8 * half in an array of states of
+  // these 64 columns.
   static __device__ __forceinline__ int place(int n, int half) {
     const auto [warp, lane] = me();
     return (warp * 16 + half * 8 + lane / 4) * kState + n * 8 + lane % 4 * 2;
@@ -75,7 +77,7 @@ struct StateOfHead {
       for (int half = 0; half < 2; ++half)
         store_pair(state + place(n, half), s[0][n][2 * half], s[0][n][2 * half + 1]);
   }
-  // Rounded, as a tile of 64 rows; inverse: what each 16 rows of it are to be multiplied with.
+  // Stores the state as a tile of 64 rows, rounded. inverse: factors for each 16 rows of it.
   __device__ __forceinline__ void publish(unsigned char* tile, float* inverse) const {
     const auto [warp, lane] = me();
     unsigned char* const row = tile + (warp * 16 + lane % 16) * kRowBytes;
@@ -98,7 +100,7 @@ struct StateOfHead {
   }
 };
 
-// Boxes of B or of C of a group, or of x: all are columns of `channels`.
+// Copies boxes of B or C of a group, or of x. All are columns of `channels`.
 template <int kCols>
 __device__ __forceinline__ void copy_columns(unsigned char* tile, const TensorMap* channels, int column, int chunk,
                                              u64* barrier) {
@@ -107,13 +109,13 @@ __device__ __forceinline__ void copy_columns(unsigned char* tile, const TensorMa
     copy_box(tile + i * kBox, channels, 0, column / kSlab + i, chunk * kChunk, barrier);
 }
 
-// Copies a box from shared memory, but for what lies outside the tensor.
+// Copies a box from shared memory, except for elements outside the tensor.
 __device__ __forceinline__ void store_box(const TensorMap* map, const void* src, int column, int head, int row) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
                :: "l"(map), "r"(shared_address(src)), "r"(column), "r"(head), "r"(row) : "memory");
 }
 
-// Stages that are filled by one thread's bulk copies or by kWriters warps, and emptied by kReaders warps.
+// Stages that one thread's bulk copies, or kWriters warps, fill, and that kReaders warps empty.
 template <int kStages, int kWriters, int kReaders>
 struct Stages {
   u64 full[kStages], empty[kStages];

@@ -1,8 +1,8 @@
-// RMSNorm of the Mamba-2 mixer after its gate, rmsnorm(y * silu(z)) * weight, or before it, rmsnorm(y) * weight *
-// silu(z), forward and backward. rmsnorm divides each group of columns by the root of its mean square plus eps.
+// RMSNorm of the Mamba-2 mixer, forward and backward: after its gate, rmsnorm(y * silu(z)) * weight, or before it,
+// rmsnorm(y) * weight * silu(z). rmsnorm divides each group of columns by the root of its mean square plus eps.
 //
-// A thread block has some rows of one group, and a thread 8 columns of each; threads behind the last column have none.
-// Sums are float32, added up in the same order on every run.
+// A thread block has some rows of one group, and a thread 8 columns of each. Threads behind the last column have none.
+// Sums are float32, in the same order on every run.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 struct ColumnsOfThread {
   int in_group;                                       // columns of the group
   bool exist;
-  int first;                                          // that of the last thread that has some, if they do not exist
+  int first;                                          // of the last thread with columns, if this has none
 
   __device__ __forceinline__ ColumnsOfThread(int groups, const MixerSize& size)
       : in_group(size.inner() / groups), exist((int)threadIdx.x * 8 < in_group),
@@ -29,7 +29,7 @@ __device__ __forceinline__ void store8(float* to, const float (&x)[8]) {
   *(float4*)(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-// Sums over all threads of the block; `shared` may be written to again when the next call has returned.
+// Sums over all threads of the block. `shared` may be reused after the next call has returned.
 template <int kThreads, int kNumbers>
 __device__ __forceinline__ void sum_over_block(float (&x)[kNumbers], float (&shared)[kThreads / kWarp][kNumbers]) {
   #pragma unroll
@@ -48,7 +48,8 @@ __device__ __forceinline__ void sum_over_block(float (&x)[kNumbers], float (&sha
 
 // ------------------------------------------------------------------------------------------------ forward
 
-// Rows of a pack, of which those with an empty range are padding, and next rows of texts, of which some are active.
+// Rows of a pack, where those with an empty range are padding, and next rows of decoded sequences, some of which are
+// active.
 template <typename T>
 struct RowsOfPack {
   const T* y;
@@ -69,7 +70,7 @@ struct RowsOfDecode {
   }
 };
 
-// Normalises and gates kRows rows, of which those that do not count become 0.
+// Normalises and gates kRows rows. Rows that do not count become 0.
 template <typename T, bool kAfterGate, int kThreads, int kRows, typename Rows>
 __device__ __forceinline__ void norm_rows(const Rows& rows, const T* zxbcdt, const float* weight, T* out, int groups,
                                           float eps, const MixerSize& size) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void norm_rows(const Rows& rows, const T* zxbcdt, con
   }
 }
 
-// out of y, which the scan wrote, and z; 0 on padding. Bound by memory.
+// out from y, which the scan wrote, and z; 0 on padding. Bound by memory bandwidth.
 //
 // y, out (rows, inner); zxbcdt (rows, columns); weight (inner)
 // Launch: grid (ceil(rows / kRows), groups), block kThreads.
@@ -127,10 +128,11 @@ __global__ void __launch_bounds__(kThreads) thd_mixer_norm(
   norm_rows<T, kAfterGate, kThreads, kRows>(RowsOfPack<T>{y, ranges}, zxbcdt, weight, out, groups, eps, size);
 }
 
-// The same of the next row of every text, whose y is the first columns of `convolved`; 0 for texts that are not active.
+// The norm of the next row of every sequence, whose y is the first columns of `convolved`; 0 for inactive sequences.
 //
-// convolved (texts, channels); zxbcdt (texts, columns); active (texts); out (texts, inner); weight (inner)
-// Launch: grid (ceil(texts / kRows), groups), block kThreads.
+// convolved (sequences, channels); zxbcdt (sequences, columns); active (sequences); out (sequences, inner); weight
+// (inner)
+// Launch: grid (ceil(sequences / kRows), groups), block kThreads.
 template <typename T, bool kAfterGate, int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads) thd_mixer_decode_norm(
     const float* __restrict__ convolved, const T* __restrict__ zxbcdt, const float* __restrict__ weight,
@@ -141,10 +143,10 @@ __global__ void __launch_bounds__(kThreads) thd_mixer_decode_norm(
 
 // ------------------------------------------------------------------------------------------------ backward
 
-// What a thread has of a row: 8 columns of dout, y, z and x; dout and y become dy and dz.
+// A thread's part of a row: 8 columns of dout, y, z and x. dout and y become dy and dz.
 struct VectorOfRow { uint4 dout, y, z, x; };
 
-// Such a vector on its way back. x: what the norm gets; given: gradient of the norm's result times the weight.
+// The backward of such a vector. x: the norm's input; given: the gradient of the norm's result times the weight.
 template <typename T, bool kAfterGate>
 struct NormBack {
   float dout[8], y[8], gate[8], slope[8];
@@ -163,7 +165,7 @@ struct NormBack {
   __device__ __forceinline__ float x(int e) const { return kAfterGate ? y[e] * gate[e] : y[e]; }
   __device__ __forceinline__ float given(int e) const { return kAfterGate ? dout[e] : dout[e] * gate[e]; }
 
-  // Sums of x^2, and of x times its gradient as far as it comes through the product alone.
+  // Adds to the sums of x^2, and of x times its gradient through the product alone.
   __device__ __forceinline__ void add_to(float (&sums)[2], const float (&weight)[8]) const {
     #pragma unroll
     for (int e = 0; e < 8; ++e) {
@@ -171,8 +173,8 @@ struct NormBack {
       sums[1] = fmaf(given(e) * weight[e], x(e), sums[1]);
     }
   }
-  // vector gets dy and dz; of_weight and of_d what they add to the gradients of the weight and of D. root: 1 over that
-  // of the mean square; mean: of the second sum times root.
+  // Writes dy and dz to `vector`, and adds to the gradients of the weight and of D. root: 1 / root of the mean square;
+  // mean: that of the second sum times root.
   __device__ __forceinline__ void pass(VectorOfRow& vector, float (&of_weight)[8], float& of_d,
                                        const float (&weight)[8], float root, float mean) const {
     float dy[8], dz[8], channel[8];
@@ -189,11 +191,11 @@ struct NormBack {
   }
 };
 
-// dy, and dz, which is the first columns of dzxbcdt, 0 on padding; and each chunk's partials of the gradients of D, which
-// wants dy before it is rounded, and of the weight. Bound by memory.
+// dy, and dz (the first columns of dzxbcdt), 0 on padding, and each chunk's partials of the gradients of the weight and
+// of D, which needs dy before it is rounded. Bound by memory bandwidth.
 //
 // dout, y, dy (rows, inner); zxbcdt, dzxbcdt (rows, columns); channels (rows, channels); weight (inner)
-// weight_partials (chunks, inner); partials (chunks, heads), partials_pitch from one chunk to the next
+// weight_partials (chunks, inner); partials (chunks, heads), with partials_pitch numbers from one chunk to the next
 // Launch: grid (chunks, groups), block kThreads.
 template <typename T, bool kAfterGate, int kThreads>
 __global__ void __launch_bounds__(kThreads) thd_mixer_norm_bwd(

@@ -1,10 +1,10 @@
-// The recurrence of the Mamba-2 mixer, forward: what segments of rows add to the state, the states in front of them,
-// and y with the gate.
+// The recurrence of the Mamba-2 mixer, forward: the terms that segments of rows add to the state, the states before
+// them, and y with the gate.
 //
-// A thread block walks down the chunks of a segment with kCols columns of x: one or two heads, or a part of one, which
-// read B and C of one group. They are kSubs times kWidth columns, each of one head. Half of the warps of a scan load
-// and keep the state in registers, which they pass on from chunk to chunk; the other half makes y, 16 rows of kWidth
-// columns a warp.
+// A thread block processes the chunks of a segment in order, for kCols columns of x: one or two heads, or a part of
+// one, which read B and C of one group. These are kSubs times kWidth columns, each of one head. Half of the warps of a
+// scan load, and keep the state in registers from chunk to chunk. The other half computes y, 16 rows of kWidth columns
+// per warp.
 
 #pragma once
 
@@ -20,13 +20,13 @@ struct Slab {
   static constexpr int kRowTiles = kCols / 32, kStateCols = kState * kRowTiles / kWarps, kBlocks = kStateCols / 8;
   static constexpr int kPitch = kCols + kPad, kStatePitch = kState + kPad;
 
-  // The head of the columns of x of a slab from kWidth * sub on, and where in it they begin.
+  // Returns the head of a slab's columns of x from kWidth * sub on.
   static __device__ __forceinline__ int head_of(int slab, int sub, const MixerSize& size) {
     return (slab * kCols + sub * kWidth) / size.head_dim;
   }
 };
 
-// The state of a slab in registers, as accumulators: [2][kBlocks][4] of 32 rows and kStateCols columns a warp.
+// The state of a slab in registers, as accumulators: [2][kBlocks][4] of 32 rows and kStateCols columns per warp.
 template <typename T, typename Slab>
 struct StateOfSlab {
   float s[2][Slab::kBlocks][4];
@@ -49,7 +49,7 @@ struct StateOfSlab {
   __device__ __forceinline__ void clear() {
     each_pair([](int, int, float& x, float& y) { x = y = 0.f; });
   }
-  // state: the slab's rows of an array of states, or of one whose rows are kPitch numbers apart.
+  // Load from, or store to, the slab's rows of an array of states, or of one with kPitch numbers per row.
   __device__ __forceinline__ void load(const float* state) {
     each_pair([&](int p, int n, float& x, float& y) {
       const float2 pair = *(const float2*)(state + p * Slab::kState + n);
@@ -59,7 +59,8 @@ struct StateOfSlab {
   template <int kPitch, typename Out> __device__ __forceinline__ void store(Out* state, float factor = 1.f) {
     each_pair([&](int p, int n, float& x, float& y) { store_pair(state + p * kPitch + n, x * factor, y * factor); });
   }
-  // What a chunk makes of it. leave: dt times what lasts until the end of the chunk, of the rows of this warp's head.
+  // Advances the state by a chunk. leave: dt times the decay until the end of the chunk, for the rows of this warp's
+  // head.
   __device__ __forceinline__ void advance(const T* x, const T* b, const float* leave, float through) {
     scale(s, through);
     #pragma unroll 1
@@ -81,8 +82,9 @@ struct StatesStage {
   float leave[Slab::kSubs][kChunk], last_sum[Slab::kSubs][4];
 };
 
-// states (segments, heads, head_dim, kState) and decays (segments, heads) of every segment, from 0 in front of it.
-// Of a state that no row behind the segment sees, 0 is as good; used_behind: whether one behind the last segment may.
+// Computes states (segments, heads, head_dim, kState) and decays (segments, heads) of every segment, from 0 before it.
+// A state that no row behind the segment sees is left at 0. used_behind: whether a row behind the last segment may see
+// its state.
 // Launch: grid (inner / kCols, segments), block kThreads of Slab, shared memory kBytes.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
 __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd_states(
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd
 
   StateOfSlab<T, S> state(threadIdx.x / kWarp);
   state.clear();
-  for (int chunk = from - kStages + 1; chunk < end; ++chunk) {  // the first times it loads alone
+  for (int chunk = from - kStages + 1; chunk < end; ++chunk) {  // the first iterations only load
     if (chunk >= from) {
       copies_wait_but<kStages - 2>();
       __syncthreads();
@@ -136,17 +138,17 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd
 
 // ------------------------------------------------------------------------------------------------ states in front
 
-// A head has `numbers` numbers, a multiple of 4, of which each thread has four.
+// A head has `numbers` numbers, a multiple of 4. Each thread has four.
 [[maybe_unused]] constexpr int kFoldThreads = 256, kFoldAhead = 8;
 
-// What lasts of a state until behind a segment, and what the segment adds.
+// Returns the state behind a segment: its decayed state before, and the segment's own term.
 __device__ __forceinline__ float4 passed_on(float4 state, float decay, float4 own) {
   if (decay == 0.f) return own;
   return make_float4(fmaf(decay, state.x, own.x), fmaf(decay, state.y, own.y), fmaf(decay, state.z, own.z),
                      fmaf(decay, state.w, own.w));
 }
 
-// Walks over `count` things from `begin` on, `step` apart, loaded some ahead: visit(which, its numbers, its decay) says
+// Visits `count` items from `begin` on, `step` apart, which are loaded some ahead. visit(index, numbers, decay) returns
 // whether to go on.
 template <typename Load, typename F>
 __device__ __forceinline__ void walk(Load&& load, const float* decays, size_t decay_pitch, int begin, int step,
@@ -173,7 +175,8 @@ __device__ __forceinline__ void walk(Load&& load, const float* decays, size_t de
     }
 }
 
-// What segments add becomes the states in front of them (step -1: behind them), from 0; summary: all segments as one.
+// Replaces the terms of segments by the states before them (step -1: behind them), from 0. summary: all segments as
+// one.
 // Launch: grid ceil(heads * numbers / (4 * kFoldThreads)), block kFoldThreads, as the two below.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_fold(
     float4* states, const float* decays, float* summary, int begin, int step, int segments, int heads, int numbers) {
@@ -193,12 +196,12 @@ __global__ void __launch_bounds__(kFoldThreads) thd_ssd_fold(
   if (4 * at % numbers == 0) summary[4 * fours + head] = through;
 }
 
-// The state that ranks leave to this one: theirs, one after another, as far as they last. Launch: as above.
+// Computes the state that other ranks leave to this one, by folding theirs in order. Launch: as thd_ssd_fold.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_start(
     const float* summaries, float4* start, int begin, int step, int ranks, int heads, int numbers) {
   const size_t fours = (size_t)heads * numbers / 4, at = (size_t)blockIdx.x * kFoldThreads + threadIdx.x;
   if (at >= fours) return;
-  const size_t pitch = 4 * fours + heads;             // which 16 bytes need not divide
+  const size_t pitch = 4 * fours + heads;             // not always a multiple of 16 bytes
   float4 state = make_float4(0.f, 0.f, 0.f, 0.f);
   walk([&](int rank) {
          const float* const from = summaries + rank * pitch + 4 * at;
@@ -211,7 +214,7 @@ __global__ void __launch_bounds__(kFoldThreads) thd_ssd_start(
   start[at] = state;
 }
 
-// Adds it to the states in front of segments, as far as it lasts. Launch: as above.
+// Adds that state, decayed, to the states before segments. Launch: as thd_ssd_fold.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_enter(
     float4* states, const float* decays, const float4* start, int begin, int step, int segments, int heads,
     int numbers) {
@@ -238,11 +241,11 @@ struct ScanStage {
 template <typename T, typename Slab, int kStages>
 struct ScanShared {
   ScanStage<T, Slab> stages[kStages];
-  T state[Slab::kCols * Slab::kStatePitch];           // in front of the chunk
-  float inverse[4];                                   // what each 32 rows of it are to be multiplied with
+  T state[Slab::kCols * Slab::kStatePitch];           // before the chunk
+  float inverse[4];                                   // factors for each 32 rows of it
   int largest[2][4];                                  // of 32 rows, of this chunk and of the next one
 
-  // Publishes the state; `together` waits for all warps that keep it, and for those that read the one before.
+  // Publishes the state. `together` waits for all warps that keep it, and for those that read the one before.
   template <typename F>
   __device__ __forceinline__ void publish(StateOfSlab<T, Slab>& mine, int chunk, F&& together) {
     PowerOfTwo scale = {1.f, 1.f};
@@ -261,7 +264,7 @@ struct ScanShared {
   }
 };
 
-// 16 rows of a chunk, of the columns of one head: what one warp makes y of.
+// 16 rows of a chunk, of the columns of one head: one warp computes their y.
 template <typename T, typename Slab>
 struct RowsOfWarp {
   static constexpr int kWidth = Slab::kWidth, kState = Slab::kState, kBlocks = kWidth / 8;
@@ -285,7 +288,7 @@ struct RowsOfWarp {
     return first_of(stage.ranges[i], chunk * kChunk + i, size) - chunk * kChunk;
   }
 
-  // What comes of the state in front of the chunk.
+  // Initialises y with the term of the state before the chunk.
   __device__ __forceinline__ void start_from(const T* state, const float* inverse) {
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
@@ -308,7 +311,7 @@ struct RowsOfWarp {
     }
   }
 
-  // What comes of rows j of the chunk, 32 at a time: C_i . B_j times how much of j lasts until i, times dt_j x_j.
+  // Adds the terms of rows j of the chunk, 32 at a time: C_i . B_j times the decay from j to i, times dt_j x_j.
   __device__ __forceinline__ void add_rows() {
     const float sums[2] = {stage.sums[sub][row[0]], stage.sums[sub][row[1]]};
     for (int j = max(first_in_chunk(band * 16), 0) / 32 * 32; j <= band * 16; j += 32) {
@@ -331,8 +334,8 @@ struct RowsOfWarp {
     }
   }
 
-  // Adds D x, and writes y and, if it gates, out, which are 0 on padding, where x and what stands for z are; z makes
-  // room for them, as 16 bytes at a time are written.
+  // Adds D x, and writes y and, if it gates, out. Both are 0 on padding, where x and the value used for z are. The tile
+  // of z is reused for them, so that 16 bytes are written at a time.
   template <bool kGates> __device__ __forceinline__ void finish(float d, T* z, T* y_out, T* out) {
     u32 gate[kBlocks][2];
     #pragma unroll
@@ -371,7 +374,7 @@ struct RowsOfWarp {
   }
 };
 
-// y and, with kGates, out (rows, inner) of some segments. states: in front of each segment, of all of them.
+// Computes y and, with kGates, out (rows, inner) of some segments. states: before each of all segments.
 template <typename T, bool kGates, int kWidth, int kSubs, int kState, int kStages, int kBytes>
 __device__ __forceinline__ void scan_rows(const T* channels, const T* zxbcdt, const float* dt, const float* sums,
                                           const float* leave, const float* states, const float* d, T* y, T* out,
@@ -388,9 +391,9 @@ __device__ __forceinline__ void scan_rows(const T* channels, const T* zxbcdt, co
   const Run run(segments, size);
   const int begin = run.begin, end = run.end;
 
-  // compute-sanitizer reports what is none: synccheck calls kLoaded divergent, as each half of the warps waits for all
-  // of them in a place of its own; both come there once a chunk. racecheck does not follow bar.arrive, by which
-  // kStateRead orders reads of the state and of its factors before the next publish writes them.
+  // compute-sanitizer reports hazards that are none. synccheck calls kLoaded divergent, as each half of the warps waits
+  // for all of them at a place of its own; both come there once per chunk. racecheck does not follow bar.arrive, by
+  // which kStateRead orders reads of the state and its factors before the next publish.
   if (threadIdx.x < S::kThreads) {
     const int sub = warp / 4, band = sub % 2 ? 3 - warp % 4 : warp % 4;  // every scheduler has long and short rows
     const float d_of_head = d[S::head_of(slab, sub, size)];
@@ -455,7 +458,7 @@ __device__ __forceinline__ void scan_rows(const T* channels, const T* zxbcdt, co
   }
 }
 
-// y and out (rows, inner) of some segments; out is 0 on padding. states: in front of each segment, of all of them.
+// y and out (rows, inner) of some segments; out is 0 on padding. states: before each of all segments.
 // Launch: grid (inner / kCols, ceil(segments.count / segments.of_block)), block twice kThreads of Slab, shared memory
 // kBytes.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
@@ -466,7 +469,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
                                                              segments, ranges, size);
 }
 
-// The same without the gate: y alone, for a norm. Launch: as above.
+// The scan without the gate: y alone, for a norm. Launch: as thd_ssd_scan.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
 __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) thd_ssd_scan_ungated(
     const T* channels, const float* dt, const float* sums, const float* leave, const float* states, const float* d,

@@ -1,7 +1,8 @@
-// In front of the gradients of the Mamba-2 recurrence, which chunk_backward.cu makes of each chunk by itself: the gate,
-// backward; gradients of states at the borders of segments; and, from those, states and their gradients at every chunk.
+// What precedes the gradients of the Mamba-2 recurrence, which chunk_backward.cu computes for each chunk: the backward
+// of the gate; gradients of states at the borders of segments; and from those, states and their gradients at every
+// chunk.
 //
-// R below is the gradient of the state behind a chunk, S the state in front of it, both (head_dim, state_dim).
+// R below is the gradient of the state behind a chunk, S the state before it, both (head_dim, state_dim).
 
 #pragma once
 
@@ -9,11 +10,11 @@
 
 // ------------------------------------------------------------------------------------------------ the gate
 
-// dy = dout * silu(z), and dz, which is the first columns of dzxbcdt, 0 on padding; and each chunk's share of the
-// gradient of D, which wants dy before it is rounded. Bound by memory. A thread has 8 columns of a chunk's rows.
+// dy = dout * silu(z), and dz (the first columns of dzxbcdt), 0 on padding, and each chunk's partial of the gradient of
+// D, which needs dy before it is rounded. A thread has 8 columns of a chunk's rows. Bound by memory bandwidth.
 //
 // dout, y, dy (rows, inner); zxbcdt, dzxbcdt (rows, columns); channels (rows, channels)
-// partials: (chunks, heads), partials_pitch from one chunk to the next
+// partials: (chunks, heads), with partials_pitch numbers from one chunk to the next
 // Launch: grid (ceil(inner / 8 / 128), chunks, see tile_of_rows), block 128.
 template <typename T>
 __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ dout, const T* __restrict__ zxbcdt,
@@ -52,27 +53,26 @@ __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ 
 
 // ------------------------------------------------------------------------------------------------ states
 
-// A state takes in one chunk after another: state = through * state + (weight * rows)^T columns. Forward, rows are x,
-// columns B, and weights dt times what lasts until the end of the chunk; backward, it is the gradient of a state, rows
-// are dy, columns C, and weights what is left of the state in front.
+// The walk of a state over chunks: state = through * state + (weight * rows)^T columns. Forward, rows are x, columns
+// are B, and weights are dt times the decay until the end of the chunk. Backward, it is the gradient of a state, rows
+// are dy, columns are C, and weights are the decays of the state before.
 //
-// A thread block has kCols columns of the rows, which are those of one head or of some, and kSlice columns of the
-// state; two warps have 16 rows of the state, and each half of its columns. Tiles of kStages - 1 chunks are loaded
-// ahead.
+// A thread block has kCols columns of the rows, which belong to one head or to some, and kSlice columns of the state.
+// Two warps have 16 rows of the state, and each half of its columns. Tiles of kStages - 1 chunks are loaded ahead.
 template <typename T, bool kBack, int kHeadDim, int kSlice, int kCols, int kStages>
 struct Walk {
   static constexpr int kThreads = 4 * kCols, kBlocks = kSlice / 16, kHeads = kCols / kHeadDim, kNumbers = kChunk + 4;
   struct Shared {
     T rows[kStages][kChunk * (kCols + kPad)], columns[kStages][kChunk * (kSlice + kPad)];
-    float weights[2][kHeads * kNumbers];              // and, behind those of each head, what is left of its state
+    float weights[2][kHeads * kNumbers];              // and, behind those of each head, the decay of its state
     int largest[2][kThreads / kWarp];                 // bits of the largest number of each warp's state
   };
   const T *rows, *columns;
-  const float *sums, *leave;                          // leave: on the way forward
+  const float *sums, *leave;                          // leave: if forward
   const int2* ranges;
   int head;                                           // the first
 
-  // What this thread tells the others about a chunk: the weight of a row, or what is left of a state.
+  // What this thread publishes about a chunk: the weight of a row, or the decay of a state.
   struct Told {
     float number;
     int2 range;
@@ -99,7 +99,7 @@ struct Walk {
     load_chunk<T, kSlice, kThreads>(shared.columns[stage], columns, size.channels(), chunk, size.rows, threadIdx.x);
   }
 
-  // What an operand made of the state of this warp's head is scaled with, where it could leave the range of T.
+  // Scale of an operand made from the state of this warp's head, which could exceed the range of T.
   static __device__ __forceinline__ void tell_largest(Shared& shared, int stage, const float (&state)[1][kBlocks][4]) {
     const int bits = largest_of_warp(state);
     if (threadIdx.x % kWarp == 0) shared.largest[stage][threadIdx.x / kWarp] = bits;
@@ -113,7 +113,7 @@ struct Walk {
     return scale_of(bits);
   }
 
-  // Takes in the chunks from `begin` to `end`; before(chunk, stage) comes before each.
+  // Processes the chunks from `begin` to `end`, and calls before(chunk, stage) before each.
   template <typename Before>
   __device__ __forceinline__ float operator()(float (&state)[1][kBlocks][4], Shared& shared, int begin, int end,
                                               const MixerSize& size, Before before) const {
@@ -157,7 +157,7 @@ struct Walk {
   }
 };
 
-// What every segment adds to the gradient of the state in front of it, and what it leaves of the one behind.
+// The term that every segment adds to the gradient of the state before it, and the decay of the one behind.
 //
 // dstates (segments, heads, head_dim, state_dim); decays (segments, heads)
 // Launch: grid (segments, inner / kCols, kStateDim / kSlice), block 4 * kCols, shared memory kSharedBytes.
@@ -187,12 +187,12 @@ __global__ void __launch_bounds__(4 * kCols, kCols == 64 ? 3 : 2) thd_ssd_dstate
     decays[(size_t)segment * size.heads + own] = through;
 }
 
-// S, or with kBack R, of the chunks of some segments, from those in front of the segments, or behind, rounded as
-// operands.
+// S, or with kBack R, of the chunks of some segments, rounded as operands, from the states before (or behind) the
+// segments.
 //
 // states (segments, heads, head_dim, state_dim): of all segments
 // made (chunks of these, heads, head_dim, state_dim), with columns as place_of says
-// scales (chunks of these, heads, kStateDim / kSlice): what they were divided by, for float16 alone
+// scales (chunks of these, heads, kStateDim / kSlice): their divisors, for float16 alone
 // Launch: grid (segments of these, inner / kCols, kStateDim / kSlice), block 4 * kCols, shared memory kSharedBytes.
 template <typename T, bool kBack, int kHeadDim, int kStateDim, int kSlice, int kCols, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(4 * kCols, kCols == 64 ? 3 : 2) thd_ssd_chunk_states(

@@ -1,8 +1,9 @@
-// States of the Mamba-2 recurrence and their gradients at every chunk, on Hopper (sm_90a) by wgmma and TMA, for heads
-// of 64: what thd_ssd_dstates and thd_ssd_chunk_states make, see there.
+// States of the Mamba-2 recurrence and their gradients at every chunk, on Hopper (sm_90a) with wgmma and TMA, for heads
+// of 64. It computes what thd_ssd_dstates and thd_ssd_chunk_states do.
 //
-// Each warpgroup has the state of a head, 64 x kState in registers; those of a thread block read B or C of one group.
-// One of the threads loads chunks ahead, as a warp of its own would leave room for one thread block at a time.
+// Each warpgroup has the state of a head, 64 x kState in registers. All heads of a thread block read B or C of one
+// group. One of the threads loads chunks ahead: a warp of its own would leave registers for only one thread block at a
+// time.
 
 #pragma once
 
@@ -14,26 +15,26 @@ template <int kSubs, int kState, int kStages>
 struct WalkSharedSm90 {
   unsigned char rows[kStages][kSubs][kBox], columns[kStages][kState / kSlab][kBox];
   unsigned char made[kSubs][kState / kSlab][kBox];    // states on their way out
-  float weights[2][kSubs][kChunk + 2];                // and, behind those of rows, what is left of the state
+  float weights[2][kSubs][kChunk + 2];                // and, behind those of rows, the decay of the state
   int largest[2][kSubs][4];                           // bits of the largest number of each warp's state
   Stages<kStages, 1, 4 * kSubs> stages;
 };
 
-// What walks, see Walk. rows: maps of x or dy; columns: of channels, from `column` on those of B or C.
+// The walk over chunks, see Walk. rows: maps of x or dy; columns: of channels, from `column` on those of B or C.
 template <typename T, bool kBack, int kSubs, int kState, int kStages>
 struct WalkSm90 {
   using Shared = WalkSharedSm90<kSubs, kState, kStages>;
   static constexpr int kStep = kBack ? -1 : 1;
   Shared& shared;
   const TensorMap *rows, *columns;
-  const float *sums, *leave;                          // leave: on the way forward
+  const float *sums, *leave;                          // leave: if forward
   const int2* ranges;
   int first_head, sub, column;
   StateOfHead<T, kState> state;
 
   __device__ __forceinline__ int head() const { return first_head + sub; }
 
-  // What this thread tells its warpgroup about a chunk: the weight of a row, or what is left of the state.
+  // What this thread publishes to its warpgroup about a chunk: the weight of a row, or the decay of the state.
   struct Told {
     float number;
     int2 range;
@@ -54,7 +55,7 @@ struct WalkSm90 {
       if (threadIdx.x % kWarp == 0) shared.largest[parity][sub][threadIdx.x / kWarp % 4] = bits;
     }
   }
-  // What an operand made of the state is scaled with, where it could leave the range of T.
+  // Returns the scale of an operand made from the state, which could exceed the range of T.
   __device__ __forceinline__ PowerOfTwo scale_for(int parity) const {
     if constexpr (!kScalesStates<T>) return {1.f, 1.f};
     const int* const largest = shared.largest[parity][sub];
@@ -72,8 +73,8 @@ struct WalkSm90 {
     ring.advance();
   }
 
-  // Takes in the chunks from `begin` to `end`; before(chunk, parity) comes before each. Returns what is left of the
-  // state in front.
+  // Processes the chunks from `begin` to `end`, and calls before(chunk, parity) before each. Returns the decay of the
+  // state before them.
   template <typename Before>
   __device__ __forceinline__ float operator()(int begin, int end, const MixerSize& size, Before before) {
     const int count = end - begin;
@@ -82,13 +83,13 @@ struct WalkSm90 {
     auto after = [&](int left, int steps) { return chunk + (left > steps ? steps : left - 1) * kStep; };
     for (int ahead = 0; ahead < min(kStages - 1, count); ++ahead) load(to_fill, chunk + ahead * kStep);
     tell(0, ask(chunk, size), chunk, size);
-    Told told = ask(after(count, 1), size);           // of the next chunk, a step before it is told
+    Told told = ask(after(count, 1), size);           // of the next chunk, a step before it is published
     float through = 1.f;
     for (int left = count; left > 0; --left, chunk += kStep, parity ^= 1, ring.advance()) {
       if (left >= kStages) load(to_fill, chunk + (kStages - 1) * kStep);
-      wait(1 + sub, 128);                             // all is told of this chunk, and read of the one before
+      wait(1 + sub, 128);                             // this chunk is published, and the one before has been read
       before(chunk, parity);
-      const Told later = ask(after(left, 2), size);   // not before: what reads the state would wait for it
+      const Told later = ask(after(left, 2), size);   // not before: reads of the state would wait for it
       const float* const weights = shared.weights[parity][sub];
       through *= weights[kChunk];
       shared.stages.wait(ring);
@@ -101,8 +102,8 @@ struct WalkSm90 {
   }
 };
 
-// What thd_ssd_chunk_states makes, of the same arguments but for rows, which come as boxes of all columns of channels
-// and of dy; and states as they lie in shared memory: boxes of 64 columns one behind the other, their pieces swizzled.
+// Computes what thd_ssd_chunk_states does, from the same arguments. But rows come as boxes of all columns of channels
+// and of dy. States are stored as in shared memory: boxes of 64 columns one after another, with swizzled vectors.
 // Launch: grid (segments of these, inner / (64 * kSubs)), block 128 * kSubs, shared memory kSharedBytes.
 template <typename T, bool kBack, int kSubs, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_chunk_states_sm90(
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_chunk_states_sm90(
     const unsigned char* const tile = shared.made[sub][0] + warp * kBytes;
     const PowerOfTwo scale = walk.scale_for(parity);
     if (kScalesStates<T> && threadIdx.x % 128 == 0) scales[number] = scale.inverse;
-    if (lane == 0) add_wait_read();                   // what this warp made of the chunk before is on its way
+    if (lane == 0) add_wait_read();                   // this warp's chunk before has been read
     __syncwarp();
     round_to<T>(shared.made[sub][0], walk.state.s[0], scale.factor);
     publish_to_async();

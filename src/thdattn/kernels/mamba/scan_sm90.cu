@@ -1,8 +1,9 @@
-// y and the gate of the Mamba-2 mixer on Hopper (sm_90a), by wgmma and TMA: what thd_ssd_scan computes, see there.
+// y and the gate of the Mamba-2 mixer on Hopper (sm_90a) with wgmma and TMA. It computes what thd_ssd_scan does.
 //
-// States go ahead of the rows: warpgroups that keep them publish what is in front of a chunk, and how its rows count
-// for each other; others, one for each, make y and out of that. One more thread loads chunks ahead. racecheck does not
-// follow the mbarriers of Stages, which order every copy and publish before reads, and those before the next one.
+// States go ahead of the rows. Some warpgroups keep states, and publish the state before each chunk, and the weights of
+// its rows for each other. As many others compute y and out from these. One more thread loads chunks ahead. racecheck
+// does not follow the mbarriers of Stages, which order every copy and publish before reads, and reads before the next
+// one.
 
 #pragma once
 
@@ -16,9 +17,9 @@ struct ScanShared {
   static constexpr int kSubs = kNumSubs, kState = kStateDim, kStages = kNumStages;
   unsigned char x[kStages][kSubs][kBox], z[kStages][kSubs][kBox];
   unsigned char b[kStages][kState / kSlab][kBox], c[kStages][kState / kSlab][kBox];
-  unsigned char fronts[kSubs][2][kState / kSlab][kBox];  // the state in front of a chunk and of the next one, rounded
+  unsigned char fronts[kSubs][2][kState / kSlab][kBox];  // the state before a chunk and the next one, rounded
   unsigned char weights[kSubs][kBox];                 // of rows of x in rows of y
-  unsigned char made[kSubs][4][8 * kRowBytes];        // rows of y, and of out, on their way to memory
+  unsigned char made[kSubs][4][8 * kRowBytes];        // rows of y and out on their way to memory
   float inverse[kSubs][2][4];                         // of fronts
   NumbersOfRows<kSubs> numbers[kStages];
   Stages<kStages, 1, 8 * kSubs> stages;
@@ -26,7 +27,7 @@ struct ScanShared {
   Stages<1, 4, 4> weighed[kSubs];
 };
 
-// One thread loads rows, which are boxes, and numbers of every row.
+// Loads rows, as boxes, and the numbers of every row, with one thread.
 struct ScanInputs { const float *dt, *sums, *leave; };
 template <bool kGates, typename Shared>
 __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* channels, const TensorMap* gates,
@@ -52,11 +53,12 @@ __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* chann
   }
 }
 
-// 16 rows of a chunk, of the columns of one head: what a warp makes y of, as accumulators. `band` says which.
+// 16 rows of a chunk, of the columns of one head: a warp computes their y, as accumulators. number: which of the
+// chunk's bands.
 struct Band {
   int number, lane;
   int row[2], first[2];                               // of this thread, as rows of the chunk, and first of each as such
-  int2 next[2];                                       // ranges of the rows of the chunk to come
+  int2 next[2];                                       // ranges of the rows of the next chunk
 
   __device__ __forceinline__ explicit Band(int number) : number(number), lane(threadIdx.x % kWarp) {
     row[0] = number * 16 + lane / 4, row[1] = row[0] + 8;
@@ -72,8 +74,8 @@ struct Band {
   }
 };
 
-// C_i . B_j, of rows i of a band and all rows j of the chunk, becomes the weight of x_j in y_i: times what lasts of j
-// until i, and dt_j; in a tile, as an operand.
+// Turns C_i . B_j, for rows i of a band and all rows j of the chunk, into the weight of x_j in y_i: times the decay
+// from j to i, and dt_j. It stores them in a tile, as an operand.
 template <typename T>
 __device__ __forceinline__ void weigh(unsigned char* tile, float (&products)[8][4], const Band& band,
                                       const float* sums, const float* dt) {
@@ -102,7 +104,7 @@ __device__ __forceinline__ void weigh(unsigned char* tile, float (&products)[8][
   }
 }
 
-// A warpgroup weighs the rows of a chunk for each other.
+// Computes the weights of the rows of a chunk for each other, with one warpgroup.
 template <typename T, typename Shared>
 __device__ __forceinline__ void publish_weights(Shared& shared, int sub, int stage, const Ring<1>& ring,
                                                 const Band& band) {
@@ -120,7 +122,7 @@ __device__ __forceinline__ void publish_weights(Shared& shared, int sub, int sta
   shared.weighed[sub].filled(ring);
 }
 
-// A warpgroup keeps the state of a head: it publishes what is in front of every chunk, and the weights of its rows.
+// Keeps the state of a head with one warpgroup: it publishes the state before every chunk, and the weights of its rows.
 template <typename T, typename Shared>
 __device__ __forceinline__ void keep_state(Shared& shared, int sub, int column, const float* states, const int2* ranges,
                                            const Run& run, const MixerSize& size) {
@@ -152,7 +154,7 @@ __device__ __forceinline__ void keep_state(Shared& shared, int sub, int column, 
   }
 }
 
-// What comes of the state in front, of C times it.
+// Scales the term of the state before the chunk, C times the state.
 template <typename T>
 __device__ __forceinline__ void let_enter(float (&acc)[8][4], const Band& band, const float* sums,
                                           const float* inverse) {
@@ -174,7 +176,7 @@ __device__ __forceinline__ void let_enter(float (&acc)[8][4], const Band& band, 
     for (int e = 0; e < 4; ++e) acc[n][e] = band.first[e / 2] < 0 ? acc[n][e] : 0.f;
 }
 
-// This thread's numbers of a band of a box, as those of an accumulator.
+// Loads this thread's numbers of a band of a box, in the layout of accumulators.
 __device__ __forceinline__ void load_pairs(u32 (&pairs)[4][4], const unsigned char* box, const Band& band) {
   const unsigned char* const row = box + (band.number * 16 + band.lane % 16) * kRowBytes;
   #pragma unroll
@@ -193,7 +195,7 @@ __device__ __forceinline__ void add_times(float (&acc)[8][4], const u32 (&of_x)[
     }
 }
 
-// Times silu(z), 0 on padding.
+// Multiplies by silu(z), which is 0 on padding.
 template <typename T>
 __device__ __forceinline__ void pass_gate(float (&acc)[8][4], const u32 (&of_z)[4][4], const Band& band) {
   #pragma unroll
@@ -206,15 +208,15 @@ __device__ __forceinline__ void pass_gate(float (&acc)[8][4], const u32 (&of_z)[
     }
 }
 
-// Without a branch, as compilers would make.
+// Stores without the branch that compilers would make.
 __device__ __forceinline__ void store_if(bool exists, void* to, uint4 vector) {
   asm volatile("{ .reg .pred exists; setp.ne.s32 exists, %5, 0;\n"
                "@exists st.global.cs.v4.b32 [%0], {%1, %2, %3, %4}; }"
                :: "l"(to), "r"(vector.x), "r"(vector.y), "r"(vector.z), "r"(vector.w), "r"((int)exists) : "memory");
 }
 
-// Writes a band to the rows that are at `into`, of which `left` exist, through 8 rows of shared memory, so that whole
-// rows of 128 bytes are written at a time. The L2 cache need not keep them.
+// Writes a band to the rows from `into` on, of which `left` exist, through 8 rows of shared memory, so that whole rows
+// of 128 bytes are written. The L2 cache need not keep them.
 template <typename T>
 __device__ __forceinline__ void write_band(T* into, const float (&acc)[8][4], unsigned char* tile, int left,
                                            int pitch) {
@@ -241,10 +243,10 @@ __device__ __forceinline__ void write_band(T* into, const float (&acc)[8][4], un
   }
 }
 
-// Where y and out are.
+// Addresses of y and out.
 template <typename T> struct ScanResults { T *y, *out; };
 
-// Starts acc += weights . x, of which both are in shared memory.
+// Starts acc += weights . x, both in shared memory.
 template <typename T>
 __device__ __forceinline__ void add_weighed_rows(float (&acc)[8][4], const unsigned char* weights,
                                                  const unsigned char* x) {
@@ -254,8 +256,8 @@ __device__ __forceinline__ void add_weighed_rows(float (&acc)[8][4], const unsig
     Wgmma<T, kSlab>::template shared<0, 1>(acc, a + k * 32 / 16, b + k * 16 * kRowBytes / 16, 1);
 }
 
-// A warpgroup makes y and, if it gates, out of the columns of one head; both are 0 on padding, where x and what stands
-// for z are.
+// Computes y and, if it gates, out of the columns of one head with one warpgroup. Both are 0 on padding, where x and
+// the value used for z are.
 template <typename T, bool kGates, typename Shared>
 __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, float d, const int2* ranges,
                                           const ScanResults<T>& results, const Run& run, const MixerSize& size) {
@@ -303,7 +305,7 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, f
   }
 }
 
-// What a thread block does, of which warpgroups make rows, as many keep states, and one loads.
+// The work of a thread block: warpgroups that compute rows, as many that keep states, and one that loads.
 template <typename T, bool kGates, int kSubs, int kState, int kStages, int kSharedBytes>
 __device__ __forceinline__ void scan_rows(const TensorMap* channels, const TensorMap* gates, const ScanInputs& inputs,
                                           const float* states, const float* d, const ScanResults<T>& results,
@@ -332,7 +334,7 @@ __device__ __forceinline__ void scan_rows(const TensorMap* channels, const Tenso
   }
 }
 
-// What thd_ssd_scan makes, of the same arguments but for rows, which come as boxes.
+// Computes what thd_ssd_scan does, from the same arguments, but rows come as boxes.
 // Launch: grid as thd_ssd_scan's with 64 * kSubs columns, block 256 * kSubs + 128, shared memory kSharedBytes.
 template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
@@ -343,7 +345,7 @@ __global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
                                                            segments, ranges, size);
 }
 
-// The same without the gate: y alone, for a norm. Launch: as above.
+// The scan without the gate: y alone, for a norm. Launch: as thd_ssd_scan_sm90.
 template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_ungated_sm90(
     const __grid_constant__ TensorMap channels, const float* dt, const float* sums, const float* leave,

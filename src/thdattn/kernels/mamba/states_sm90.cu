@@ -1,4 +1,5 @@
-// What segments of rows add to the state on Hopper (sm_90a), by wgmma and TMA: what thd_ssd_states computes, see there.
+// The terms that segments of rows add to the state, on Hopper (sm_90a) with wgmma and TMA. It computes what
+// thd_ssd_states does.
 
 #pragma once
 
@@ -11,8 +12,8 @@ struct StatesShared {
   Stages<kStages, 1, 4 * kSubs> stages;
 };
 
-// What thd_ssd_states makes, of the same arguments. One of the threads loads, as a warp of its own would leave room for
-// one thread block at a time.
+// Computes what thd_ssd_states does, from the same arguments. One of the threads loads: a warp of its own would leave
+// registers for only one thread block at a time.
 // Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs, shared memory kSharedBytes.
 template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_states_sm90(
