@@ -1,8 +1,9 @@
-"""Tile sizes of the attention kernels per head dim: the one table that a new head dim or a new measurement touches.
+"""Tile sizes of the attention kernels per head dim: the table that a new head dim or a new measurement changes.
 
-Numbers are compile-time constants of the kernels, bounded by registers (no kernel may spill) and by shared memory. The
-methods of Tiles are named after the kernels that they instantiate. Bytes of shared memory are what the structs of the
-kernels (ForwardShared and so on) take, and constants themselves: the compiler compares them with what it finds.
+Numbers are compile-time constants of the kernels. Registers (no kernel may spill) and shared memory bound them.
+tools/spills.py prints both for a candidate. The methods of Tiles are named after the kernels that they instantiate.
+They compute the bytes of shared memory that the structs of the kernels (ForwardShared and so on) take. The kernel gets
+that number as a constant, and the compiler compares it with the struct.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90, BackwardSm90, ForwardSm90
 from thdattn.kernels.instances import PLAIN, Instance, Kind, instance
 
-PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
-STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
+PAD = 8  # elements after every row of a portable tile, kPad of kernels/portable/common.cuh
+STATIC_BYTES = 2304  # most static shared memory that a kernel declares beside its tiles
 SLAB = 64  # columns of a slab of a Hopper tile, kSlab of kernels/hopper/common.cuh: 128 bytes, the widest swizzle
 MAX_KV_SPLITS = 32  # of the keys of a query tile, kMaxKvSplits of kernels/hopper/split_kv.cuh
 DQ_ROWS = 128  # query rows of thd_attn_bwd_dq_sm90, which are those of the forward beside it
@@ -22,9 +23,9 @@ STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """thd_attn_fwd: tile_n keys at a time; each warp owns `fragments` times 16 query rows.
+    """Tile sizes of thd_attn_fwd: tile_n keys at a time; each warp owns `fragments` (1 or 2) times 16 query rows.
 
-    capped_tile_n: keys where logits are capped, if they differ.
+    capped_tile_n: keys at a time if logits are capped; 0: tile_n.
     """
 
     tile_n: int
@@ -33,7 +34,7 @@ class Forward:
     capped_tile_n: int = 0
 
     def keys(self, kind: Kind) -> int:
-        """Keys at a time."""
+        """Return the keys at a time for a variant of the softmax."""
         return (kind.caps and self.capped_tile_n) or self.tile_n
 
     @property
@@ -44,9 +45,10 @@ class Forward:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """thd_attn_bwd: tile_n keys per thread block, tile_m query rows at a time, loaded `stages` deep.
+    """Tile sizes of thd_attn_bwd: tile_n keys per thread block, tile_m query rows at a time.
 
-    `column_warps` warps share 16 keys and divide the columns of dk and dv.
+    `stages` (1 or 2) query tiles are in shared memory. `column_warps` warps share 16 keys and divide the columns of dk
+    and dv.
     """
 
     tile_m: int
@@ -57,7 +59,7 @@ class Backward:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardDq:
-    """thd_attn_bwd_dq: tile_n keys at a time; each warp owns 16 query rows."""
+    """Tile sizes of thd_attn_bwd_dq: tile_n keys at a time; each warp owns 16 query rows."""
 
     tile_n: int
     warps: int
@@ -70,7 +72,7 @@ class BackwardDq:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """All tile sizes of one head dim. `backward` is a choice: the first that fits the GPU's shared memory."""
+    """All tile sizes of one head dim. Of `backward`, the first choice that fits the GPU's shared memory is used."""
 
     head_dim: int
     v_head_dim: int
@@ -81,7 +83,7 @@ class Tiles:
     backward_sm90: BackwardSm90 | BackwardSharedDqSm90 | BackwardByGradientSm90
 
     def __post_init__(self) -> None:
-        """Raise ValueError where warps of the portable backward would not have whole fragments of 16 columns."""
+        """Raise ValueError if warps of the portable backward would not have whole fragments of 16 columns."""
         for b in self.backward:
             warps = b.tile_n // 16 * b.column_warps
             of_dq = self.head_dim * b.tile_m // (16 * warps)  # columns of dq of a warp, of 16 rows
@@ -98,19 +100,19 @@ class Tiles:
     # ---------------------------------------------------------------------------------------- portable kernels
 
     def thd_attn_fwd(self, dtype: str, out_dtype: str, kind: Kind = PLAIN) -> Instance:
-        """The forward, for "float16" or "bfloat16"; what it makes is merged with what is there for out in "float32"."""
+        """Return the forward for "float16" or "bfloat16". out_dtype "float32" merges its result with that in out."""
         f, tile_n = self.forward, self.forward.keys(kind)
         return instance("thd_attn_fwd", dtype, out_dtype, *kind, *self._dims, tile_n, f.warps, f.fragments,
                         shared_bytes=2 * (f.tile_m * (self.head_dim + PAD) + tile_n * self._pair))
 
     def thd_attn_delta(self, dtype: str) -> Instance:
-        """What every backward needs per query row."""
+        """Return the kernel of -lse and -delta of every query row, with which every backward begins."""
         return instance("thd_attn_delta", dtype, self.v_head_dim)
 
     def thd_attn_bwd(
         self, dtype: str, grad_dtype: str, with_dq: bool, tiles: Backward, caps: bool = False
     ) -> Instance:
-        """dk and dv, whose dtype is grad_dtype, and with_dq also dq's accumulators."""
+        """Return the backward for dk and dv in grad_dtype, and with_dq also for dq's accumulators."""
         t = tiles
         stats = 4  # -lse and -delta of a query row, in 2-byte elements
         rows = t.tile_n * self._pair + t.stages * t.tile_m * (self._pair + stats)
@@ -118,22 +120,22 @@ class Tiles:
                         t.stages, with_dq, shared_bytes=2 * (rows + t.tile_n * (t.tile_m + PAD)))
 
     def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
-        """dq by itself, for the same bits on every run; added to what is there where it is float32."""
+        """Return the backward for dq alone, with the same bits on every run. dq_dtype "float32" adds to dq."""
         t = self.backward_dq
         return instance("thd_attn_bwd_dq", dtype, dq_dtype, caps, *self._dims, t.tile_n, t.warps,
                         shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair)
 
     def thd_attn_round(self, dq_dtype: str) -> Instance:
-        """dq from its accumulators."""
+        """Return the kernel that rounds dq's accumulators."""
         return instance("thd_attn_round", dq_dtype)
 
     def backward_for(self, shared_bytes: int) -> Backward:
-        """The first choice of the backward that fits `shared_bytes` of shared memory per block."""
+        """Return the first choice of the backward that fits `shared_bytes` of shared memory per thread block."""
         return next(b for b in self.backward
                     if self.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES <= shared_bytes)
 
     def portable_kernels(self, shared_bytes: int) -> list[Instance]:
-        """Every portable kernel of this head dim on a GPU with so much shared memory per block."""
+        """Return the portable kernels of this head dim for a GPU with `shared_bytes` per thread block."""
         backward = self.backward_for(shared_bytes)
         return [
             kernel
@@ -151,9 +153,9 @@ class Tiles:
     # ---------------------------------------------------------------------------------------- Hopper kernels
 
     def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str, kind: Kind = PLAIN, split_kv: bool = False) -> Instance:
-        """The forward; what it makes is merged with what is there where out_dtype is "float32".
+        """Return the forward. out_dtype "float32" merges its result with that in out.
 
-        split_kv: the keys of a tile may be divided among thread blocks.
+        split_kv: the keys of a query tile may be divided among thread blocks.
         """
         f, tile_n = self.forward_sm90, self.forward_sm90.keys(kind)
         tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * tile_n)
@@ -165,29 +167,29 @@ class Tiles:
             f.q_in_registers, f.lazy_row_max, split_kv, shared_bytes=tiles + barriers + told + ranges)
 
     def thd_attn_split_kv_sm90(self) -> Instance:
-        """How the keys of tiles are divided."""
+        """Return the kernel that chooses the KV splits of query tiles."""
         return instance("thd_attn_split_kv_sm90", self.forward_sm90.tile_m, self.forward_sm90.tile_n)
 
     @property
     def partial_floats(self) -> int:
-        """Of a piece of a tile of queries and one head: what add_parts of kernels/hopper/split_kv.cuh leaves."""
+        """Floats of the partial result of a KV split and one head, kPartialQuads of kernels/hopper/split_kv.cuh."""
         return self.forward_sm90.tile_m * (self.v_head_dim + 4)
 
     def thd_attn_count_partials_sm90(self) -> Instance:
-        """How many tiles of keys have a share of a tile's dq."""
+        """Return the kernel that counts the partial sums of every query tile's dq."""
         b = self.backward_sm90
         return instance("thd_attn_count_partials_sm90", b.tile_n // 64, b.tile_m)
 
     def thd_attn_bwd_sm90(
         self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
     ) -> Instance:
-        """dq, added to what is there where it is float32, and dk and dv in grad_dtype."""
+        """Return the backward. dq_dtype "float32" adds to dq; dk and dv are in grad_dtype."""
         b = self.backward_sm90
         assert isinstance(b, BackwardSm90)
         tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + b.stages * slabs(b.tile_n, b.tile_m)
-        pieces, stats = b.dq_stages * 4 * 64 * b.panel_cols, 8 * b.stages * b.tile_m
+        panels, stats = b.dq_stages * 4 * 64 * b.panel_cols, 8 * b.stages * b.tile_m
         barriers = 8 * (8 + 4 * b.stages + 3 * b.dq_stages)
-        told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
+        told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Partial and Step
         ranges = 8 * (b.tile_n + 8)
         adds = dq_dtype == "float32"
         registers = (adds and b.adding_registers) or b.query_registers
@@ -195,29 +197,29 @@ class Tiles:
         queries, dp_queries = b.at_once(caps, in_registers)
         return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
                         queries, dp_queries, in_registers, b.panel_cols, b.dq_stages, registers, deterministic,
-                        shared_bytes=tiles + pieces + stats + barriers + told + ranges)
+                        shared_bytes=tiles + panels + stats + barriers + told + ranges)
 
     def thd_attn_bwd_shared_dq_sm90(
         self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
     ) -> Instance:
-        """As thd_attn_bwd_sm90."""
+        """Return the backward, as thd_attn_bwd_sm90."""
         b = self.backward_sm90
         assert isinstance(b, BackwardSharedDqSm90)
         tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + slabs(b.tile_n, b.tile_m)
         dq_stages = self.head_dim // b.panel_cols
-        pieces, stats = 4 * 64 * self.head_dim, 8 * b.stages * b.tile_m
+        panels, stats = 4 * 64 * self.head_dim, 8 * b.stages * b.tile_m
         barriers = 8 * (8 + 2 * b.stages + 2 + 3 * dq_stages)
-        told = -(-(2 * 12 + 4 * dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
+        told = -(-(2 * 12 + 4 * dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Partial and Step
         ranges = 8 * (b.tile_n + 8)
         queries = b.capped_queries if caps else b.queries
         return instance("thd_attn_bwd_shared_dq_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.stages,
                         queries, b.panel_cols, deterministic,
-                        shared_bytes=tiles + pieces + stats + barriers + told + ranges)
+                        shared_bytes=tiles + panels + stats + barriers + told + ranges)
 
     def thd_attn_bwd_by_gradient_sm90(
         self, dtype: str, dq_dtype: str, grad_dtype: str, with_dq: bool, caps: bool = False
     ) -> Instance:
-        """dk and dv, whose dtype is grad_dtype, and with_dq also dq as thd_attn_bwd_sm90, or its accumulators."""
+        """Return the backward for dk and dv in grad_dtype, and with_dq also for dq or its accumulators."""
         b = self.backward_sm90
         assert isinstance(b, BackwardByGradientSm90)
         cluster, loaded = with_dq and b.blocks == 2, b.q_stages + b.dout_stages
@@ -233,18 +235,18 @@ class Tiles:
                         shared_bytes=tiles + stats + barriers + steps + ranges + exchange)
 
     def thd_attn_bwd_dq_sm90(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
-        """As thd_attn_bwd_dq."""
+        """Return the backward for dq alone, as thd_attn_bwd_dq."""
         b = self.backward_sm90
         assert isinstance(b, BackwardByGradientSm90)
         return instance("thd_attn_bwd_dq_sm90", dtype, dq_dtype, caps, *self._dims, b.dq_keys, 2,
                         shared_bytes=self._keys_and_values(DQ_ROWS + 2 * b.dq_keys) + 8 * 6 + 16 * 2)
 
     def thd_attn_round_dq_sm90(self, dq_dtype: str) -> Instance:
-        """dq from its accumulators."""
+        """Return the kernel that rounds dq's accumulators."""
         return instance("thd_attn_round_dq_sm90", dq_dtype, self.head_dim)
 
     def hopper_kernels(self) -> list[Instance]:
-        """Every Hopper kernel of this head dim."""
+        """Return the Hopper kernels of this head dim."""
         kernels = [self.thd_attn_count_partials_sm90()]
         if self.forward_sm90.split_kv:
             kernels += [self.thd_attn_split_kv_sm90(),
@@ -268,7 +270,7 @@ class Tiles:
 
     @property
     def wgmma_columns(self) -> set[int]:
-        """Columns of the accumulators of the Hopper kernels' matrix instructions."""
+        """Columns of the accumulators of the Hopper kernels' wgmma instructions."""
         f, b = self.forward_sm90, self.backward_sm90
         if isinstance(b, BackwardSm90):
             queries = {n for caps in (False, True) for in_registers in {False, b.in_registers > 0}
@@ -276,7 +278,7 @@ class Tiles:
             backward = {*queries, b.panel_cols, *self._dims}
         elif isinstance(b, BackwardSharedDqSm90):
             backward = {b.queries, b.capped_queries, b.panel_cols, 32, *self._dims}
-        else:  # a sum of 256 columns takes two instructions, kMostCols of kernels/hopper/backward_common.cuh
+        else:  # 256 columns take two instructions, kMostCols of kernels/hopper/backward_common.cuh
             dims = (128 if dim == 256 else dim for dim in self._dims)
             backward = {64, b.dq_keys, self._by_gradient_panel_cols, *dims}
         return {f.tile_n, f.capped_tile_n or f.tile_n, self.v_head_dim, *backward}
@@ -289,16 +291,16 @@ class Tiles:
 
     @property
     def _by_gradient_panel_cols(self) -> int:
-        """Columns of a piece of dq of thd_attn_bwd_by_gradient_sm90: a block of a cluster brings one."""
+        """Columns of a panel of dq of thd_attn_bwd_by_gradient_sm90: each thread block of a cluster computes one."""
         return self.head_dim // 2 if self.backward_sm90.blocks == 2 else SLAB
 
     @property
     def _pair(self) -> int:
-        """Elements of one row of keys and one of values in a portable tile."""
+        """Elements of one row of keys and one of values in portable tiles."""
         return self.head_dim + self.v_head_dim + 2 * PAD
 
     def _keys_and_values(self, rows: int) -> int:
-        """Bytes of Hopper tiles of so many rows of keys, and as many of values."""
+        """Return the bytes of Hopper tiles of so many rows of keys, and as many of values."""
         return slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
 
 
@@ -313,13 +315,13 @@ def lanes_of(columns: int) -> int:
 
 
 def slabs(rows: int, width: int) -> int:
-    """Bytes of a Hopper tile of rows of `width` 16-bit elements."""
+    """Return the bytes of a Hopper tile of rows of `width` 16-bit elements."""
     return 2 * rows * width
 
 
-# What bounds a number stands beside it: what spills does so by ptxas's account, and what does not fit exceeds the
-# 227 KB of shared memory of Hopper. What nothing bounds was chosen by timing it on an H100. The second choice of a
-# portable backward is for GPUs with 99 KB.
+# A comment says what bounds a number: more would spill (as ptxas reports) or not fit the 227 KB of shared memory of
+# Hopper. Numbers without a bound were chosen by timing on an H100. The second choice of a portable backward is for GPUs
+# with 99 KB.
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
@@ -416,7 +418,7 @@ TILES = {
             forward_sm90=ForwardSm90(
                 tile_n=80, consumers=2, q_stages=1, kv_stages=2,  # 96 keys, or another stage, do not fit
                 capped_tile_n=64,  # 80 spill
-                split_kv=False,  # adding the parts spills
+                split_kv=False,  # merging the splits spills
             ),
             backward_sm90=BackwardByGradientSm90(
                 q_stages=2, dout_stages=2, ds_stages=2,  # another stage, or a cluster, does not fit

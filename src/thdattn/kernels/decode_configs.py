@@ -1,4 +1,4 @@
-"""Tile sizes of the decode kernels, as kernels/configs.py has those of the others, and the names of their helpers."""
+"""Tile sizes of the decode kernel per head dim, and the names of the KV cache's kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
 
 @dataclass(frozen=True)
 class Decode:
-    """thd_attn_decode: each of `warps` loads 16 keys and values at a time, `stages` deep.
+    """Tile sizes of thd_attn_decode: each of `warps` loads 16 keys and values at a time, `stages` deep.
 
-    per_multiprocessor: thread blocks that a long cache is split into, for each multiprocessor.
+    per_multiprocessor: thread blocks per multiprocessor into which a long cache is split.
     """
 
     head_dim: int
@@ -23,23 +23,23 @@ class Decode:
     stages: int
     per_multiprocessor: int
 
-    max_splits = 128  # kMaxParts of kernels/portable/decode.cu: parts of a range, which one thread block adds up
+    max_splits = 128  # kMaxSplits of kernels/portable/decode.cu: KV splits of a range, which one thread block merges
     heads = 16  # query heads of a thread block
 
     @property
     def step(self) -> int:
-        """Keys that a thread block takes at a time."""
+        """Keys that a thread block processes at a time."""
         return 16 * self.warps
 
     def thd_attn_decode(self, dtype: str, kind: Kind = PLAIN) -> Instance:
-        """The kernel, for "float16" or "bfloat16"."""
+        """Return the decode kernel for "float16" or "bfloat16"."""
         tiles = 2 * 16 * (self.head_dim + PAD + self.warps * self.stages * (self.head_dim + self.v_head_dim + 2 * PAD))
-        shares = 4 * 16 * self.warps * (self.v_head_dim + PAD) + 8 * self.heads * self.max_splits
+        partials = 4 * 16 * self.warps * (self.v_head_dim + PAD) + 8 * self.heads * self.max_splits
         return instance("thd_attn_decode", dtype, *kind, self.head_dim, self.v_head_dim, self.warps, self.stages,
-                        shared_bytes=max(tiles, shares))
+                        shared_bytes=max(tiles, partials))
 
     def splits(self, multiprocessors: int, blocks: int, longest_range: int) -> int:
-        """Into how many parts a range of keys is split, so that so many blocks of one part each fill the GPU."""
+        """Return the number of KV splits with which `blocks` thread blocks per split occupy the GPU."""
         wanted = self.per_multiprocessor * multiprocessors // blocks
         return max(1, min(wanted, -(-longest_range // self.step), self.max_splits))
 

@@ -1,7 +1,8 @@
-"""Writes the wrappers of the wgmma instruction, whose operand lists are too long to write by hand.
+"""Generate CUDA source: wrappers of the wgmma instruction, and checks of constants that Python repeats.
 
-An accumulator of N columns is float[N / 8][4] per thread: block j holds columns 8j + 2 * (lane % 4) and the next of row
-lane / 4 of the warp's 16 rows (elements 0, 1) and of row lane / 4 + 8 (elements 2, 3).
+The operand lists of wgmma are too long to write by hand. An accumulator of N columns is float[N / 8][4] per thread.
+Block j holds columns 8j + 2 * (lane % 4) and the next: of row lane / 4 of the warp's 16 rows (elements 0, 1), and of
+row lane / 4 + 8 (elements 2, 3).
 
 Source: PTX ISA 9.7.15, asynchronous warpgroup level matrix instructions.
 """
@@ -26,7 +27,7 @@ def _constant_check(name: str, value: int | Callable[[int], int]) -> str:
 
 
 def wrappers(columns: Iterable[int]) -> str:
-    """CUDA source: Wgmma<T, N>::shared (A and B in shared memory) and ::registers (A in registers), N in `columns`."""
+    """Write Wgmma<T, N>::shared (A and B in shared memory) and ::registers (A in registers) for N in `columns`."""
     head = '#pragma once\n\n#include "kernels/common.cuh"\n\ntemplate <typename T, int kColumns> struct Wgmma;\n'
     return head + "".join(_wrapper(t, n) for t in ("bf16", "f16") for n in columns)
 

@@ -1,4 +1,4 @@
-"""What a tile size of the Hopper attention kernels is; kernels/configs.py has the sizes of every head dim."""
+"""Meaning of the tile sizes of the Hopper attention kernels. kernels/configs.py has the sizes for every head dim."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from thdattn.kernels.instances import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardSm90:
-    """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
+    """Tile sizes of thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
 
-    q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
-    from registers, where there are some left. lazy_row_max: the threads of a row compare their largest scores only
-    where these are far above what came before. together: heads that are done one after another at each tile.
-    capped_tile_n: as for Forward.
-    split_kv: keys of a tile may be divided among thread blocks.
+    q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead.
+
+    q_in_registers: queries are read from registers, if enough are left.
+    lazy_row_max: the threads of a row compare their largest scores only if these are far above earlier ones.
+    together: heads that are computed one after another at each tile.
+    capped_tile_n: keys at a time if logits are capped; 0: tile_n.
+    split_kv: the keys of a query tile may be divided among thread blocks.
     """
 
     tile_n: int
@@ -29,7 +31,7 @@ class ForwardSm90:
     split_kv: bool = True
 
     def keys(self, kind: Kind) -> int:
-        """Keys at a time."""
+        """Return the keys at a time for a variant of the softmax."""
         return (kind.caps and self.capped_tile_n) or self.tile_n
 
     @property
@@ -39,21 +41,25 @@ class ForwardSm90:
 
     @property
     def warps(self) -> int:
-        """Warps that compute."""
+        """Consumer warps."""
         return 4 * self.consumers
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSm90:
-    """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
+    """Tile sizes of thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time.
 
-    The key side takes scores of `queries` of them at once, and dP of `dp_queries`; of capped_at_once where logits are
-    capped, if these differ. in_registers: so many of both instead, where logits are not capped and dq is not added to
-    what is there; that leaves registers for keys and values, and products then read shared memory for one operand.
+    `stages` query tiles are loaded ahead; the kernel counts two. The key side computes scores of `queries` rows at
+    once, and dP of `dp_queries`. All must divide tile_m into whole fragments.
 
-    dq has pieces of panel_cols columns, and dq_stages buffers for pieces on their way; the warpgroup that computes them
-    has query_registers registers per thread, the others share the rest. adding_registers: those where it adds dq to
-    what is there, if they differ. together: as for ForwardSm90.
+    panel_cols: columns of a panel of dq, which must divide head_dim.
+    dq_stages: buffers for panels on their way.
+    query_registers: registers per thread of the warpgroup that computes dq; the others share the rest.
+    adding_registers: query_registers if dq is added to a float32 array; 0: the same.
+    capped_at_once: (queries, dp_queries) if logits are capped; None: the same.
+    in_registers: queries and dp_queries if keys and values are read from registers, so that products read one operand
+        from shared memory; 0: they are not. Not with capped logits, nor if dq is added to a float32 array.
+    together: as for ForwardSm90.
     """
 
     tile_m: int
@@ -71,7 +77,7 @@ class BackwardSm90:
     tile_n, threads, blocks = 128, 512, 1
 
     def at_once(self, caps: bool, in_registers: bool) -> tuple[int, int]:
-        """Queries whose scores, and queries whose dP, the key side takes at once."""
+        """Return (queries, dp_queries) of a variant: rows of which the key side computes scores, and dP, at once."""
         if in_registers:
             return self.in_registers, self.in_registers
         return (caps and self.capped_at_once) or (self.queries, self.dp_queries)
@@ -79,9 +85,10 @@ class BackwardSm90:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSharedDqSm90:
-    """thd_attn_bwd_shared_dq_sm90: 128 keys per thread block, 64 query rows at a time.
+    """Tile sizes of thd_attn_bwd_shared_dq_sm90: 128 keys per thread block, 64 query rows at a time.
 
-    `stages` query tiles are loaded ahead, and scores are taken of `queries` rows at once. The rest as for BackwardSm90.
+    `stages` query tiles are loaded ahead; the kernel counts two. Scores are computed of `queries` rows at once, or of
+    capped_queries if logits are capped. The rest is as for BackwardSm90.
     """
 
     stages: int
@@ -95,13 +102,16 @@ class BackwardSharedDqSm90:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardByGradientSm90:
-    """thd_attn_bwd_by_gradient_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
+    """Tile sizes of thd_attn_bwd_by_gradient_sm90: 64 keys per thread block, 64 query rows at a time.
 
-    q_stages tiles of queries, dout_stages tiles of their gradients and ds_stages of score gradients are in memory.
-    blocks: 2, if two thread blocks are a cluster, which shares what it loads and brings shares of dq of 128 keys; then
-    keys are read from registers. The warpgroups of keys, values and queries have so many registers per thread, and that
-    of keys capped_shift more, which that of values lacks, where logits are capped. For the same bits on every run
-    blocks are alone and dq has thd_attn_bwd_dq_sm90, dq_keys keys at a time, two tiles of which are loaded.
+    Shared memory holds q_stages tiles of queries, dout_stages tiles of their gradients and ds_stages tiles of score
+    gradients. Partial sums of dq are added in any order. For the same bits on every run, thd_attn_bwd_dq_sm90 computes
+    dq instead, with dq_keys keys at a time, and blocks form no cluster.
+
+    key_registers, value_registers, query_registers: registers per thread of the three warpgroups.
+    capped_shift: registers that the value warpgroup gives to the key warpgroup if logits are capped.
+    blocks: 2 if two thread blocks form a cluster, which shares loads and adds partial sums of dq of 128 keys. Keys are
+        then read from registers.
     """
 
     q_stages: int
@@ -118,5 +128,5 @@ class BackwardByGradientSm90:
 
     @property
     def tile_n(self) -> int:
-        """Keys of all blocks of a cluster."""
+        """Keys of all thread blocks of a cluster."""
         return 64 * self.blocks

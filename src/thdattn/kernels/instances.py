@@ -1,4 +1,4 @@
-"""Instances of kernels: their C++ names with constants, and those that need no tile sizes."""
+"""Instances of kernels: C++ names with template constants. Kernels without tile sizes are listed here."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_runs", "thd_plan_ra
 
 
 class Instance(NamedTuple):
-    """A kernel with its constants, as a C++ name expression, and the bytes of its dynamic shared memory."""
+    """A kernel with its template constants, as a C++ name expression, and its bytes of dynamic shared memory."""
 
     name: str
     shared_bytes: int = 0
 
 
 class Kind(NamedTuple):
-    """What a softmax of the forward is taken of: whether logits are capped, and whether there are sinks."""
+    """Variant of the forward's softmax: with soft-capped logits, with attention sinks, or both."""
 
     caps: bool
     sinks: bool
@@ -32,12 +32,12 @@ PLAIN = Kind(caps=False, sinks=False)
 
 
 def instance(kernel: str, *constants: str | int, shared_bytes: int = 0) -> Instance:
-    """Constants in the order of the kernel's template, whose last is shared_bytes, if it has any."""
+    """Return a kernel with its constants in the order of its template. shared_bytes, if not 0, is the last of them."""
     all_constants = (*constants, shared_bytes) if shared_bytes else constants
     written = [ELEMENT_TYPES.get(str(c), str(c).lower()) for c in all_constants]
     return Instance(f"{kernel}<{', '.join(written)}>", shared_bytes)
 
 
 def sinks_grad_kernel(dtype: str, v_head_dim: int) -> Instance:
-    """thd_attn_sinks_grad."""
+    """Return the kernel of the gradient of sinks."""
     return instance("thd_attn_sinks_grad", dtype, v_head_dim)
