@@ -1,1 +1,1 @@
-"""From CUDA source to a loaded kernel."""
+"""Compilation of CUDA source to loaded kernels, and the types that Python shares with kernels."""

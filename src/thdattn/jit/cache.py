@@ -1,10 +1,12 @@
-"""The disk cache of compiled kernels: verified when they are read, in a folder that only its owner may write to.
+"""Disk cache of compiled kernels, which verifies what it reads.
 
-A kernel is code that runs with the rights of the process, so the cache trusts as ssh trusts its keys. The folder, a
-symbolic link in its place, and the files belong to the user or to root, and neither group nor others may write to them.
-A folder that breaks this rule is not used, and a warning says why and what to do; so the members of a group cannot fill
-one cache together. They can read one together: root fills it (THDATTN_CACHE_DIR=/opt/kernels) and opens it to all for
-reading (chmod -R a+rX); whoever misses a kernel there compiles it in every process.
+A kernel is code that runs with the rights of the process. So the cache has the trust rule of ssh: the folder, a
+symbolic link in its place, and the files must belong to the user or to root, and neither group nor others may write to
+them. A folder that breaks this rule is not used, and a warning says why and what to do.
+
+The members of a group can therefore read a common cache, but not fill it. Root fills it
+(THDATTN_CACHE_DIR=/opt/kernels) and opens it for reading (chmod -R a+rX). A kernel that is missing there is compiled in
+every process.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def cache_dir() -> Path:
-    """Where kernels are kept: $THDATTN_CACHE_DIR, else thdattn/ in the user's cache directory.
+    """Return the folder of the cache: $THDATTN_CACHE_DIR, else thdattn/ in the user's cache directory.
 
-    A user without a home (no $HOME and no passwd entry, as in a container under a foreign uid) has a directory of his
+    A user without a home (no $HOME and no passwd entry, as in a container under a foreign uid) gets a directory of his
     own among the temporary ones.
     """
     chosen = os.environ.get("THDATTN_CACHE_DIR")
@@ -40,9 +42,9 @@ def cache_dir() -> Path:
 
 
 def read(name: str) -> bytes | None:
-    """What `write` kept under this name, or None.
+    """Return the content that `write` stored under this name, or None.
 
-    A file that is damaged, or that somebody else made or may write to, is deleted.
+    A file is deleted if it is damaged, or if somebody else made it or may write to it.
     """
     try:
         with folder() as descriptor:
@@ -55,10 +57,10 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, content: bytes) -> None:
-    """Keep content under a file name, or warn.
+    """Store content under a file name, or warn.
 
-    Many ranks may write at once: each writes a file of its own and renames it, so a reader never sees half of one,
-    also not after a crash of the machine.
+    Many ranks may write at once. Each writes a file of its own and renames it, so no reader sees half a file, not even
+    after a crash of the machine.
     """
     temporary = f".{name}.{secrets.token_hex(8)}"
     try:
@@ -81,10 +83,10 @@ def write(name: str, content: bytes) -> None:
 
 @contextlib.contextmanager
 def folder() -> Iterator[int]:
-    """A descriptor of the cache's folder, through which its files are opened: nobody can exchange it after the check.
+    """Open the cache's folder and check it. Files are opened through the descriptor, so nobody can replace the folder.
 
     Raises:
-        FileNotFoundError: there is none yet.
+        FileNotFoundError: the folder does not exist yet.
         PermissionError: others own it or may write to it.
     """
     path = cache_dir()
@@ -102,7 +104,7 @@ def folder() -> Iterator[int]:
 
 
 def _foreign(found: os.stat_result, may_write: int = stat.S_IWGRP | stat.S_IWOTH) -> str:
-    """Who else than the user and root can put code there; empty if nobody."""
+    """Say who but the user and root can put code there; empty if nobody."""
     if found.st_uid not in (0, os.geteuid()):
         return f"it belongs to uid {found.st_uid}, not to you (uid {os.geteuid()}) or root"
     if found.st_mode & may_write:
@@ -122,7 +124,7 @@ def _verified(name: str, descriptor: int) -> bytes | None:
 
 
 def _digest(name: str, content: bytes) -> bytes:
-    """Of the name too: a whole file of another kernel is as wrong as half of the right one."""
+    """Digest name and content: a file of another kernel is as wrong as half of the right one."""
     return hashlib.sha256(name.encode() + b"\0" + content).digest()
 
 

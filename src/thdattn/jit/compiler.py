@@ -1,7 +1,7 @@
-"""CUDA source to a loaded kernel: NVRTC to a cubin, kept by kernel_cache, and the launch attributes.
+"""Compile CUDA source with NVRTC, cache the cubin on disk, load it, and launch it.
 
-NVRTC gets the files that a kernel includes from memory: no host compiler and no other headers are needed, and a cubin
-for any architecture can be built on a machine without a GPU.
+NVRTC gets the files that a kernel includes from memory. It needs no host compiler and no other headers, and builds a
+cubin for any architecture on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 
 
 def device_arch() -> str:
-    """NVRTC's name of the current device's architecture; sm_90a on Hopper, for wgmma and setmaxnreg."""
+    """Return NVRTC's name of the current device's architecture; sm_90a on Hopper, for wgmma and setmaxnreg."""
     capability = cupy.cuda.Device().compute_capability
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
+# Constants of device code that Python repeats, by their names there; a function takes the columns of a row.
 CONSTANTS: dict[str, int | Callable[[int], int]] = {
     "kMaxRanks": structs.MAX_RANKS, "kChunks": structs.CHUNKS, "kMaxSlices": structs.MAX_SLICES, "kPad": configs.PAD,
     "kSlab": configs.SLAB, "kMaxKvSplits": configs.MAX_KV_SPLITS, "kMaxSplits": decode_configs.Decode.max_splits,
@@ -91,15 +92,15 @@ def device_files() -> list[str]:
 
 
 def forget_files() -> None:
-    """Read files of device code anew from now on."""
+    """Forget the texts of device code, so that they are read again."""
     for known in (_text, _file_of):
         known.cache_clear()
 
 
 def source_hash() -> str:
-    """Return 16 hex digits that tell device code from other device code, for records of tests and measurements.
+    """Return 16 hex digits that identify the device code, for records of tests and measurements.
 
-    It depends on the texts that are compiled alone: not on comments, nor on the names and folders of files.
+    They depend only on the compiled text, not on comments, nor on names and folders of files.
     """
     texts = (_IGNORED.sub("", _text(file)) for file in [*GENERATED, *device_files()])
     lines = ("\n".join(filter(None, map(str.rstrip, text.split("\n")))) for text in texts)
@@ -108,7 +109,7 @@ def source_hash() -> str:
 
 
 def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
-    """Compiles one kernel with NVRTC; needs no GPU.
+    """Compile one kernel with NVRTC. It needs no GPU.
 
     Args:
         name: a C++ name expression, for instance "thd_reorder<true>".
@@ -136,9 +137,9 @@ def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
 
 
 def cached_cubin(name: str, arch: str) -> tuple[bytes, str]:
-    """compile_kernel through the disk cache; returns (cubin, lowered name).
+    """Return (cubin, lowered name) of a kernel from the disk cache; compile it on a miss.
 
-    Keyed by source, options, name, architecture and NVRTC version.
+    The key has source, options, name, architecture and NVRTC's version.
     """
     key = repr((files(name), OPTIONS, name, arch, nvrtc.getVersion()))
     entry = f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
@@ -156,7 +157,7 @@ def cached_cubin(name: str, arch: str) -> tuple[bytes, str]:
 
 
 class Arguments:
-    """Arguments of a kernel as the driver takes them, for many launches; arrays are not kept."""
+    """Arguments of a kernel in the driver's layout, for many launches. They do not keep arrays alive."""
 
     def __init__(self, args: Iterable[Any]) -> None:
         self._values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x) for x in args]
@@ -164,12 +165,12 @@ class Arguments:
         self.address = int(self._addresses.ctypes.data)
 
     def change(self, number: int, value: int) -> None:
-        """Another value for one of them, from the next launch on."""
+        """Set the value of one argument, from the next launch on."""
         self._values[number][...] = value
 
 
 class Kernel:
-    """A loaded kernel of the current device; call it with (grid, block, args)."""
+    """Loaded kernel of the current device; call it with (grid, block, args)."""
 
     def __init__(self, name: str, shared_bytes: int = 0):
         cubin, lowered = cached_cubin(name, device_arch())
@@ -182,13 +183,15 @@ class Kernel:
             driver.funcSetAttribute(self._function.ptr, attribute, shared_bytes)
 
     def __call__(self, grid: tuple[int, ...], block: int, args: tuple[Any, ...], stream: Any = None) -> None:
-        """Launches on a stream, CuPy's current one by default; a grid without blocks is no launch."""
+        """Launch on a stream, CuPy's current one by default. A grid without blocks launches nothing."""
         if all(grid):
             stream = stream or cupy.cuda.get_current_stream()
             self._function(grid, (block,), args, shared_mem=self._shared_bytes, stream=stream)
 
     def launch(self, grid: tuple[int, ...], block: int, arguments: Arguments, early: bool = False) -> None:
-        """The same, on the current stream, with prepared arguments, in a third of the host's time; early: launch_early.
+        """Launch on the current stream with prepared arguments, in a third of the host's time.
+
+        early: by launch_early.
         """
         if all(grid) and early:
             launch_early(self._function.ptr, grid, block, self._shared_bytes, arguments)
@@ -213,11 +216,11 @@ class _LaunchConfig(ctypes.Structure):
 
 
 def launch_early(function_ptr: int, grid: tuple[int, ...], block: int, shared_bytes: int, arguments: Arguments) -> None:
-    """Launches a kernel that may start while the one before it on the current stream still runs.
+    """Launch a kernel that may start while the one before it on the current stream still runs.
 
-    Only for a kernel that waits itself (griddepcontrol.wait) before it reads what was written shortly before, and
-    before it writes. The one before, if it is such a kernel too, says when (griddepcontrol.launch_dependents), else it
-    is when that one is done, as always on GPUs before Hopper. A captured CUDA graph keeps this.
+    The kernel itself must wait (griddepcontrol.wait) before it reads what was written shortly before, and before it
+    writes. It starts when the kernel before allows it (griddepcontrol.launch_dependents), or else when that one is
+    done, as always on GPUs before Hopper. A captured CUDA graph keeps this order.
 
     Source: CUDA driver API, cuLaunchKernelEx.
     """
@@ -247,7 +250,7 @@ _loading = threading.Lock()
 
 
 def kernel(name: str, shared_bytes: int = 0) -> Kernel:
-    """The kernel of that C++ name expression with so much dynamic shared memory, loaded once per device."""
+    """Return the kernel of a C++ name expression, loaded once per device, with so much dynamic shared memory."""
     key = cupy.cuda.runtime.getDevice(), name
     with _loading:  # simulated ranks are threads: the first compiles, the others wait
         if key not in _loaded:

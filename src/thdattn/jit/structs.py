@@ -1,4 +1,4 @@
-"""Structs that kernels take by value: NumPy dtypes, and checks that the compiler lays them out in the same way."""
+"""Structs that kernels take by value, as NumPy dtypes, and checks that the compiler lays them out in the same way."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ GRADIENTS = np.dtype([*((field, np.uint64) for field in (
     "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")), ("owners", OWNERS)])
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)
-CHUNKS = 4096  # kChunks of kernels/peer/exchange.cu: of what a rank has for another one; each is offered by itself
+CHUNKS = 4096  # kChunks of kernels/common.cuh: chunks of what a rank has for another; each is offered separately
 RANK_FLAGS = np.dtype([("ready", np.uint32, 16), ("taken", np.uint32, 16), ("offered", np.uint32, CHUNKS)])
 PEER_EXCHANGE = np.dtype([("theirs", np.uint64, MAX_RANKS), ("mine", np.uint64), ("counts", np.uint64),
                     *((field, np.int32) for field in ("rank", "num_ranks", "takes"))], align=True)
 ALL_GATHER = np.dtype([("keys", ROWS), ("values", ROWS), ("to", np.uint64, (2, MAX_RANKS)), ("rank_order", np.uint64),
                      ("query_ranges", np.uint64), ("num_rows", np.int32)], align=True)
-MAX_SLICES = 6  # kMaxSlices of kernels/peer/exchange.cu: arrays of an exchange
+MAX_SLICES = 6  # kMaxSlices of kernels/peer/exchange.cu: arrays of an all-to-all
 SLICE_SPEC = np.dtype([("of", np.uint64, MAX_RANKS), ("words", np.int32, MAX_RANKS), ("rows", np.int32),
                        ("pitch", np.int32)])
 ALL_TO_ALL = np.dtype([("out", SLICE_SPEC, MAX_SLICES), ("in", SLICE_SPEC, MAX_SLICES), ("to", np.uint64, MAX_RANKS),
@@ -48,7 +48,7 @@ LAYOUTS = {
 
 
 def checks() -> str:
-    """CUDA source: for every struct a macro CHECK_<struct>, which stands after its definition."""
+    """Write a macro CHECK_<struct> for every struct, to stand after its definition in CUDA."""
     return "#pragma once\n" + "".join(_check(struct, layout) for struct, layout in LAYOUTS.items())
 
 

@@ -1,4 +1,4 @@
-"""Tensor maps: how the copy engine of Hopper GPUs finds boxes of a (rows, heads, width) array."""
+"""Tensor maps, which tell the TMA unit of Hopper GPUs how to copy boxes of a (rows, heads, width) array."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ L2_PROMOTION = {128: 2, 256: 3}
 
 
 def tensor_map(x: Any, num_rows: int, row_bytes: int, box_rows: int, l2_bytes: int = 256) -> Any:
-    """A CUtensorMap of a CuPy array, to be passed to a kernel by value.
+    """Make a CUtensorMap of a CuPy array, to be passed to a kernel by value.
 
     Args:
         x: (rows, heads, width), 16-bit, 16-byte aligned.
-        num_rows: how many of its first rows the map has, at least one.
-        row_bytes: from one row to the next, in which there may be more heads than those of x.
-        box_rows: a copy moves box_rows rows of 64 columns of one head, or of 32 where 64 does not divide the width;
-            what lies outside the map arrives as zeros.
-        l2_bytes: what a copy brings into the L2 cache at once. 256 have the next 64 columns there when their copy
-            comes; 128 cost less where memory is what a kernel waits for.
+        num_rows: number of its first rows that the map covers, at least one.
+        row_bytes: bytes from one row to the next, which may have more heads than x.
+        box_rows: rows of a box. A box has 64 columns of one head, or 32 if 64 does not divide the width. Elements
+            outside the map arrive as zeros.
+        l2_bytes: bytes that a copy brings into the L2 cache at once. 256 prefetch the next 64 columns; 128 are cheaper
+            if a kernel is bound by memory bandwidth.
 
     Returns:
-        NumPy void scalar of 128 bytes. Maps are kept, as a training loop sees the same few buffers again and again.
+        NumPy void scalar of 128 bytes. Maps are cached, as a training loop uses the same few buffers again and again.
 
     Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
