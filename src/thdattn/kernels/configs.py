@@ -130,9 +130,20 @@ class Tiles:
         return instance("thd_attn_round", dq_dtype)
 
     def backward_for(self, shared_bytes: int) -> Backward:
-        """Return the first choice of the backward that fits `shared_bytes` of shared memory per thread block."""
-        return next(b for b in self.backward
-                    if self.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES <= shared_bytes)
+        """Return the first choice of the backward that fits `shared_bytes` of shared memory per thread block.
+
+        Raises:
+            ValueError: none fits.
+        """
+        needs = {b: self.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES
+                 for b in self.backward}  # fmt: skip
+        for choice, need in needs.items():
+            if need <= shared_bytes:
+                return choice
+        raise ValueError(
+            f"a thread block has {shared_bytes} bytes of shared memory, the backward of head dims {self._dims} needs "
+            f"{min(needs.values())}; add a choice with smaller tiles"
+        )
 
     def portable_kernels(self, shared_bytes: int) -> list[Instance]:
         """Return the portable kernels of this head dim for a GPU with `shared_bytes` per thread block."""
