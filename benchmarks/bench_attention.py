@@ -1,13 +1,16 @@
-"""Times packed attention, forward and backward, against every other implementation that can be imported.
+"""Times packed attention, forward and backward, beside every other implementation that is installed.
 
     python benchmarks/bench_attention.py
     python benchmarks/bench_attention.py --cases 1x16384 lognormal64k --peers deterministic,fa4
     python benchmarks/bench_attention.py --sustained --repeats 1 --cases 1x16384 doc64k
+    python benchmarks/bench_attention.py --dense     packs beside dense batches of the same tokens
+    python benchmarks/bench_attention.py --logits    sinks and soft-capped logits
 
-Two timings of each direction. "called": events around each call, as a user makes it, so that a slow host shows.
-"graph": the calls captured in a CUDA graph and replayed, which leaves the GPU's work. All take turns in one run. Beside
-them the errors of every peer against float64, on a small version of the case. --sustained is a run of its own: forward
-and backward for two seconds without rest, as training loads a GPU.
+All peers take turns in one run. Each direction has two timings: "called", events around each call, as a user makes it,
+so that a slow host shows; "graph", calls captured in a CUDA graph and replayed, which leaves the GPU's work. The errors
+of every peer are against float64, on a small version of the case. --sustained is a run of its own: forward and backward
+for two seconds without rest, as training loads a GPU. Rows go to benchmarks/results/KIND_GPU.csv; the kind is
+attention, dense or logits.
 """
 
 from __future__ import annotations
@@ -20,19 +23,37 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import accuracy
 import cupy
+import peers
 import record
 import tables
 import timing
-from peers import PEERS, Ours, Peer, TorchPeer, draw_inputs, release_memory
-from workloads import CASES, Case
+from peers import Ours, Peer, TorchPeer, draw_inputs, release_memory
+from workloads import CASES, EQUAL, Case
 
 from thdattn import PackedBatch
 
 Key = tuple[str, str, str]  # peer, direction, timing
 Measured = dict[Key, record.Row]  # the columns of what was measured
+KEY = ("gpu", "case", "peer", "direction", "timing")
+
+
+class Kind(NamedTuple):
+    """Peers that are compared, cases by default, and what makes tables of their rows."""
+
+    peers: Mapping[str, type[Peer]]
+    cases: Sequence[str]
+    tables: Callable[[Sequence[record.Row]], list[str]]
+
+
+KINDS = {
+    "attention": Kind(peers.PEERS, [name for name in CASES if name not in EQUAL], tables.attention),
+    "dense": Kind(peers.DENSE, list(EQUAL), tables.dense),
+    "logits": Kind(peers.LOGITS, ["1x16384", "1x16384-gqa"], tables.logits),
+}
 
 
 def main() -> int:
@@ -41,51 +62,51 @@ def main() -> int:
     versions = {}
     for name in args.peers:
         with reported(f"{name} left out"):
-            versions[name] = PEERS[name].version()
+            versions[name] = KINDS[args.kind].peers[name].version()
+    kinds = {name: KINDS[args.kind].peers[name] for name in versions}
     about = record.provenance()
-    path = args.out or record.results_file("attention", about["gpu"])
+    path = args.out or record.results_file(args.kind, about["gpu"])
     rows: list[record.Row] = []
     with cupy.cuda.Stream(non_blocking=True):  # the default stream cannot be captured
         for number, name in enumerate(args.cases, 1):
             start = time.perf_counter()
             if args.sustained:
-                keys = [(peer, *record.SUSTAINED) for peer in versions]
-                measured = sustained(CASES[name], list(versions), args.repeats)
+                keys = [(peer, *record.SUSTAINED) for peer in kinds]
+                measured = sustained(CASES[name], kinds, args.repeats)
             else:
-                keys = asked(list(versions), directions)
-                measured = bench(CASES[name], list(versions), directions, args.repeats)
+                keys = asked(list(kinds), directions)
+                measured = bench(CASES[name], kinds, directions, args.repeats)
             release_memory()
             made = [about | row for row in rows_of(CASES[name], versions, keys, measured)]
-            record.save(path, made, ("gpu", "case", "peer", "direction", "timing"))
+            record.save(path, made, KEY)
             rows += made
             print(f"[{number}/{len(args.cases)}] {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    print("\n\n".join(tables.attention(rows)))
-    print(f"wrote {path}; benchmarks/pages.py writes the pages")
+    print("\n\n".join([*KINDS[args.kind].tables(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
     return 0
 
 
 def asked(names: Sequence[str], directions: Sequence[str]) -> list[Key]:
-    """What `bench` is to measure."""
+    """List what `bench` measures."""
     keys = [(name, way, how) for name in names for way in directions for how in record.TIMINGS]
     return keys + [(name, result, record.ERRORS) for name in names for result in accuracy.RESULTS]
 
 
-def make_peers(case: Case, names: Sequence[str]) -> dict[str, Peer]:
-    """The peers that take the case."""
+def make_peers(case: Case, kinds: Mapping[str, type[Peer]]) -> dict[str, Peer]:
+    """Make the peers that take the case."""
     inputs = draw_inputs(case)
     peers: dict[str, Peer] = {}
-    for name in names:
+    for name, kind in kinds.items():
         with reported(f"{case.name} {name}"):
-            peers[name] = PEERS[name](case, inputs)
+            peers[name] = kind(case, inputs)
     return peers
 
 
-def bench(case: Case, names: Sequence[str], directions: Sequence[str], rounds: int) -> Measured:
-    """All that is measured of one case; what could not be is missing."""
+def bench(case: Case, kinds: Mapping[str, type[Peer]], directions: Sequence[str], rounds: int) -> Measured:
+    """Measure errors, times and the host's side of one case; what fails is missing."""
     measured: Measured = {}
     with reported(f"{case.name}, errors"):
-        measured |= errors(case, names)
-    peers = make_peers(case, names)
+        measured |= errors(case, kinds)
+    peers = make_peers(case, kinds)
     for direction in directions:
         measured |= race(case.name, peers, direction, rounds, getattr(case.flops, direction))
     ours = peers.get("ours")
@@ -95,14 +116,15 @@ def bench(case: Case, names: Sequence[str], directions: Sequence[str], rounds: i
     return measured
 
 
-def errors(case: Case, names: Sequence[str]) -> Measured:
-    """The errors of every peer on a small version of the case."""
+def errors(case: Case, kinds: Mapping[str, type[Peer]]) -> Measured:
+    """Measure the errors of every peer on a small version of the case."""
     small = accuracy.small(case)
-    peers = make_peers(small, names)
-    wanted = accuracy.exact(small, [x.get() for x in draw_inputs(small)], cupy)
+    inputs = [x.get() for x in draw_inputs(small)]
+    plain = accuracy.exact(small, inputs, cupy)
     measured: Measured = {}
-    for name, peer in peers.items():
+    for name, peer in make_peers(small, kinds).items():
         with reported(f"{case.name} {name}, errors"):
+            wanted = accuracy.exact(small, inputs, cupy, **peer.logits) if peer.logits else plain
             forward_and_backward(peer)
             for result, error in accuracy.errors(peer.on_host(), wanted).items():
                 measured[name, result, record.ERRORS] = error.columns | {"kernels": peer.kernels("backward")}
@@ -112,11 +134,11 @@ def errors(case: Case, names: Sequence[str]) -> Measured:
 def race(
     case: str, peers: Mapping[str, Peer], direction: str, rounds: int, flops: float | None
 ) -> Measured:
-    """Both timings of one direction, the peers taking turns.
+    """Time one direction of all peers in turns, called and in graphs.
 
     Args:
-        case: its name, for what is said of errors.
-        flops: of a call, where a speed makes sense.
+        case: name of the case, for messages.
+        flops: operations of a call; None: rows have no speed.
     """
     calls = {name: getattr(peer, direction) for name, peer in peers.items()}
     sizes: dict[str, int] = {}
@@ -139,16 +161,16 @@ def race(
     }
 
 
-def sustained(case: Case, names: Sequence[str], rounds: int) -> Measured:
-    """Forward and backward in captured graphs, each peer for two seconds without rest."""
-    peers = make_peers(case, names)
+def sustained(case: Case, kinds: Mapping[str, type[Peer]], rounds: int) -> Measured:
+    """Time forward and backward in captured graphs, each peer for two seconds without rest."""
+    peers = make_peers(case, kinds)
     pairs: dict[str, Callable[[], None]] = {}
     for name, peer in peers.items():
         with reported(f"{case.name} {name} sustained"):
             prepare(peer, "backward", peers.get("ours"))
             pairs[name] = partial(forward_and_backward, peer)
     replays = {}
-    for name, pair in pairs.items():  # behind all preparations, as these release memory that a graph may use
+    for name, pair in pairs.items():  # after all preparations, which release memory that a graph may use
         with reported(f"{case.name} {name} sustained"):
             calls = timing.calls_per_graph(timing.calls_per_group(median(timing.called(pair, 3))))
             replays[name] = partial(timing.sustained, peers[name].capture(pair, calls), calls)
@@ -162,7 +184,7 @@ def forward_and_backward(peer: Peer) -> None:
 
 
 def prepare(peer: Peer, direction: str, ours: Peer | None) -> None:
-    """One call, so that everything is compiled and loaded, and a look at its results: garbage is not timed."""
+    """Compile and load by one call, and compare its results with ours: wrong results are not timed."""
     peer.forward()
     if direction == "backward":
         peer.backward()
@@ -173,7 +195,7 @@ def prepare(peer: Peer, direction: str, ours: Peer | None) -> None:
 
 
 def host_side(ours: Ours) -> Measured:
-    """The time to make a plan, to the end of its GPU work; the host's of a plan, and of forward calls in both forms."""
+    """Time a plan to the end of its GPU work, and the host in plans and in both forms of a forward call."""
     measured: Measured = {}
     alike = PackedBatch(ours.batch.cu_seqlens)  # plans of ours.batch would share the arrays of the one that is there
     sides = (alike, ours.key_batch), (ours.batch_on_device, ours.key_batch_on_device)
@@ -188,7 +210,7 @@ def host_side(ours: Ours) -> Measured:
 
 
 def rows_of(case: Case, versions: Mapping[str, str], keys: Sequence[Key], measured: Measured) -> Iterator[record.Row]:
-    """A row per measurement asked for, blank where it failed, so that it also replaces an older one."""
+    """Yield a row for each measurement; one that failed is blank and replaces an older row."""
     blank = dict.fromkeys(("ms", "ms_p10", "ms_p90", "samples", "tflops", "rms", "largest", "kernels"), "")
     for peer, direction, how in dict.fromkeys([*keys, *measured]):
         yield {
@@ -212,7 +234,7 @@ def rows_of(case: Case, versions: Mapping[str, str], keys: Sequence[Key], measur
 
 @contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Writes an error to stderr and goes on: no peer may end the run."""
+    """Write an error to stderr and go on: no peer may end the run."""
     try:
         yield
     except Exception as error:
@@ -221,25 +243,29 @@ def reported(what: str) -> Iterator[None]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE",
-                        help=f"all by default: {' '.join(CASES)}")  # fmt: skip
-    parser.add_argument("--peers", type=lambda names: names.split(","), default=list(PEERS),
-                        help=f"comma-separated, {','.join(PEERS)} by default; ours is always timed")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dense", dest="kind", action="store_const", const="dense", default="attention",
+                        help="compare packs of equal lengths with dense batches, by the fastest dense kernels")
+    parser.add_argument("--logits", dest="kind", action="store_const", const="logits",
+                        help="compare sinks and softcaps with attention without them")  # fmt: skip
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"some of {' '.join(CASES)}")
+    parser.add_argument("--peers", type=lambda names: names.split(","), metavar="PEER,PEER",
+                        help=f"all by default: {','.join(peers.PEERS)}; ours is always timed")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="turns of every peer, 5 by default")
-    parser.add_argument("--forward-only", action="store_true", help="no times of the backward")
+    parser.add_argument("--forward-only", action="store_true", help="do not time the backward")
     parser.add_argument("--sustained", action="store_true",
-                        help="instead of all that: forward and backward together, two seconds a turn without rest")
-    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/attention_GPU.csv by default")
+                        help="time forward and backward together, two seconds a turn without rest, and nothing else")
+    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/KIND_GPU.csv by default")
     args = parser.parse_args()
-    unknown = set(args.peers) - set(PEERS)
-    if unknown:
-        parser.error(f"unknown peers {', '.join(sorted(unknown))}; wanted some of {', '.join(PEERS)}")
+    known = KINDS[args.kind].peers
+    args.cases = args.cases or KINDS[args.kind].cases
+    if unknown := set(args.peers or ()) - set(known):
+        parser.error(f"unknown peers {', '.join(sorted(unknown))}; wanted some of {', '.join(known)}")
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}, wanted >= 1")
     if args.sustained and args.forward_only:
-        parser.error("--sustained is of forward and backward; leave --forward-only out")
-    args.peers = ["ours", *(name for name in PEERS if name in args.peers and name != "ours")]
+        parser.error("--sustained times forward and backward; leave --forward-only out")
+    args.peers = ["ours", *(name for name in known if name in (args.peers or known) and name != "ours")]
     return args
 
 

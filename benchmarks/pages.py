@@ -35,8 +35,8 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "attention": Section("Attention on one GPU", "bench_attention.py", tables.attention),
-    "dense": Section("Packs and dense batches", "bench_dense.py", tables.dense),
-    "logits": Section("Sinks and soft-capped logits", "bench_logits.py", tables.logits),
+    "dense": Section("Packs and dense batches", "bench_attention.py --dense", tables.dense),
+    "logits": Section("Sinks and soft-capped logits", "bench_attention.py --logits", tables.logits),
     "cp": Section("Attention over several GPUs", "bench_cp.py", tables.context_parallel),
     "reorder": Section("Moving rows between orders", "bench_reorder.py", tables.reorder),
     "graphs": Section("CUDA graphs of a layer", "bench_graphs.py", tables.graphs),
@@ -88,7 +88,7 @@ def page(gpu: str, found: Records) -> str:
         section, file = SECTIONS[kind], f"{kind}_{gpu}.csv"
         parts.append(f"## {section.title}")
         parts += [text if text.startswith("|") else wrapped(text) for text in section.tables(found[kind])]
-        parts.append(wrapped(f"<sub>[{section.program}](../{section.program}), [all rows]({file}): "
+        parts.append(wrapped(f"<sub>[{section.program}](../{section.program.split()[0]}), [all rows]({file}): "
                              f"{tables.software(found[kind])}.</sub>"))  # fmt: skip
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -10,10 +10,11 @@ import importlib.metadata
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import cupy
@@ -80,7 +81,12 @@ def release_memory() -> None:
 
 
 class Peer(ABC):
-    """A layer over one case; results of the last calls are kept, and backward follows the last forward."""
+    """A layer over one case; it keeps the results of the last calls, and backward follows the last forward.
+
+    logits: softcap and sinks of accuracy.exact, where the layer has them.
+    """
+
+    logits: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     @abstractmethod
@@ -137,9 +143,12 @@ def _on_host(x: Any) -> NDArray[Any]:
 
 
 class Ours(CupyPeer):
-    """CPAttention on one rank."""
+    """CPAttention on one rank.
 
-    deterministic = False
+    options: of CPAttention; of attention with sinks, they are 0.
+    """
+
+    options: ClassVar[dict[str, Any]] = {}
     grads: Sequence[Any] = ()
 
     @classmethod
@@ -148,7 +157,10 @@ class Ours(CupyPeer):
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.attn = case.attention("cuda", self.deterministic)
+        self.attn = case.attention("cuda", **self.options)
+        self.sinks = cupy.zeros(case.heads, np.float32) if self.attn.sinks else None
+        if self.attn.sinks or self.attn.softcap:
+            self.logits = {"softcap": self.attn.softcap, "sinks": self.sinks}
         self.batch = case.batch()
         self.key_batch = case.key_batch()
         self.batch_on_device = on_device(self.batch)
@@ -171,7 +183,7 @@ class Ours(CupyPeer):
 
     def forward(self) -> None:
         q, k, v, _ = self.inputs
-        self.out, self.saved = self.attn.forward(q, k, v, self.plan)
+        self.out, self.saved = self.attn.forward(q, k, v, self.plan, sinks=self.sinks)
 
     def varlen_attention(self) -> None:
         """The forward as one call, which finds its plan by the content of the lengths."""
@@ -183,7 +195,7 @@ class Ours(CupyPeer):
         self.grads = self.attn.backward(self.inputs.dout, self.saved)
 
     def results(self) -> Sequence[Any]:
-        return self.out, *self.grads
+        return self.out, *self.grads[:3]
 
 
 def on_device(batch: thdattn.PackedBatch) -> thdattn.PackedBatch:
@@ -191,10 +203,9 @@ def on_device(batch: thdattn.PackedBatch) -> thdattn.PackedBatch:
     return thdattn.PackedBatch(cupy.asarray(batch.cu_seqlens), total_rows=batch.total_rows)
 
 
-class Deterministic(Ours):
-    """The same with deterministic=True, which changes the backward."""
-
-    deterministic = True
+def with_options(**options: Any) -> type[Ours]:
+    """Make a peer that is this package with options of CPAttention."""
+    return type("Ours", (Ours,), {"options": options})
 
 
 class GpuLengths(Ours):
@@ -379,6 +390,39 @@ class TorchCudnn(TorchAttention):
         return self.attention(q, k, v, is_causal=self.case.causal, enable_gqa=self.grouped)
 
 
+class TorchFlash(TorchCudnn):
+    """scaled_dot_product_attention on FlashAttention-2, called past torch's choice of kernels, which is cuDNN here."""
+
+    @classmethod
+    def version(cls) -> str:
+        import torch
+
+        return str(torch.__version__)
+
+    def call(self, q: Any, k: Any, v: Any) -> Any:
+        return self.torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.case.causal)[0]
+
+
+class DenseFlash4(FlashAttention4):
+    """flash-attn-4 on a batch of equal lengths, (batch, length, heads, width)."""
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        from flash_attn.cute.interface import flash_attn_func
+
+        super().__init__(case, inputs)
+        self.attention = flash_attn_func
+
+    def laid_out(self, x: Any) -> Any:
+        return x.view(len(self.case.lengths), self.case.lengths[0], *x.shape[1:])
+
+    def packed(self, x: Any) -> Any:
+        return x.flatten(0, 1)
+
+    def call(self, q: Any, k: Any, v: Any) -> Any:
+        out, *_ = self.attention(q, k, v, causal=self.case.causal)
+        return out
+
+
 def check(results: Sequence[Any], wanted: Sequence[Any], names: Sequence[str] = RESULTS) -> None:
     """Raises ValueError where results of a peer (tensors) are not those of ours (CuPy arrays) within bfloat16."""
     for name, found, ours in zip(names, results, map(tensor, wanted), strict=False):
@@ -401,6 +445,11 @@ def tensor(x: Any) -> Any:
 
 
 PEERS: dict[str, type[Peer]] = {
-    "ours": Ours, "deterministic": Deterministic, "gpu_lengths": GpuLengths, "portable": Portable,
+    "ours": Ours, "deterministic": with_options(deterministic=True), "gpu_lengths": GpuLengths, "portable": Portable,
     "fa4": FlashAttention4, "varlen": TorchVarlen, "cudnn": TorchCudnn,
 }  # fmt: skip
+DENSE: dict[str, type[Peer]] = {"ours": Ours, "cudnn": TorchCudnn, "flash": TorchFlash, "fa4": DenseFlash4}
+LOGITS: dict[str, type[Peer]] = {
+    "ours": Ours, "sinks": with_options(sinks=True), "softcap": with_options(softcap=50.0),
+    "both": with_options(softcap=50.0, sinks=True), "low": with_options(softcap=5.0),
+}  # "low" is among these logits, so that a longer polynomial takes the place of the shortest one

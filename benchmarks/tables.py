@@ -18,6 +18,7 @@ from thdattn.methods.select import SHARDINGS
 
 NAMES = {"ours": "thdattn", "fa4": "FlashAttention-4", "varlen": "FlashAttention-2", "cudnn": "cuDNN",
          "te+fa4": "Transformer Engine's schedule on FA4", ALONE: "attention alone"}  # fmt: skip
+LOGITS = {"sinks": "sinks", "softcap": "softcap 50", "both": "sinks and softcap 50", "low": "softcap 5"}
 RESULTS = ("out", "dq", "dk", "dv")
 Lines = list[list[str]]
 
@@ -163,26 +164,24 @@ def sustained(times: Times, peers: Sequence[str]) -> Lines:
 
 
 def logits(rows: Sequence[Row]) -> list[str]:
-    """Tables of bench_logits.py: time over that of plain attention, and errors."""
-    found = {(row["case"], row["kind"], row["direction"]): row for row in rows}
-    cases, kinds = ([*dict.fromkeys(row[column] for row in rows)] for column in ("case", "kind"))
-
-    def cells(column: str, case: str, kind: str, names: Sequence[str]) -> list[float]:
-        return [float(found.get((case, kind, name), {}).get(column) or math.nan) for name in names]
-
-    times = [[case, *(pair(cells("ratio", case, kind, DIRECTIONS)) for kind in kinds if kind != "neither")]
-             for case in cases]  # fmt: skip
-    errors = [[case, kind, *(number(1e3 * x) for x in cells("rms", case, kind, RESULTS))]
-              for case in cases for kind in kinds]  # fmt: skip
+    """Tables of bench_attention.py --logits: time over that of plain attention, and errors."""
+    times = Times(rows)
+    kinds = [peer for peer in LOGITS if peer in times.peers]
+    ratios = [[case, *(pair(map(float.__truediv__, times.both("ms", case, kind, "called"),
+                                times.both("ms", case, OURS, "called"))) for kind in kinds)]
+              for case in times.cases]  # fmt: skip
+    errors = [[case, LOGITS.get(kind, "neither"), *(number(1e3 * times.value("rms", case, kind, name, ERRORS))
+                                                    for name in RESULTS)]
+              for case in times.cases for kind in (OURS, *kinds)]  # fmt: skip
     return described([
-        ("Time over that of attention with neither, forward / backward. The softcap is 50; \"low\" is a softcap of 5, "
-         "which is among the logits.", table(["pack", *(kind for kind in kinds if kind != "neither")], times)),
+        ("Time over that of attention with neither, forward / backward, of calls.",
+         table(["pack", *(LOGITS[kind] for kind in kinds)], ratios)),
         ("Relative RMS error against float64, in thousandths.", table(["pack", "", *RESULTS], errors)),
     ])  # fmt: skip
 
 
 def dense(rows: Sequence[Row]) -> list[str]:
-    """Table of bench_dense.py: a pack beside a dense batch of the same tokens, by its fastest kernels."""
+    """Table of bench_attention.py --dense: a pack beside a dense batch of the same tokens, by its fastest kernels."""
     times, lines = Times(rows), []
     known = {row["case"]: row for row in rows}
     for case in times.cases:

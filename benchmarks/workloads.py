@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,15 +66,13 @@ class Case:
         return None if self.keys is None else thdattn.PackedBatch.from_lengths(self.keys)
 
     def attention(
-        self, engine: str, deterministic: bool = False,
-        comm: thdattn.comm.Comm | tuple[thdattn.comm.Comm, thdattn.comm.Comm] | None = None,
-        head_groups: int | None = None, cp_comm_type: str = "all_gather",
+        self, engine: str, comm: thdattn.comm.Comm | tuple[thdattn.comm.Comm, thdattn.comm.Comm] | None = None,
+        **options: Any,
     ) -> thdattn.CPAttention:
-        """The attention of the case, on one rank if no other ones are passed."""
+        """Make the attention of the case with further options of CPAttention, on one rank by default."""
         return thdattn.CPAttention(
             comm or thdattn.comm.init("single"), self.heads, self.head_dim, self.kv_heads, self.v_head_dim,
-            causal=self.causal, window=self.window, engine=engine, deterministic=deterministic,
-            head_groups=head_groups, cp_comm_type=cp_comm_type,
+            causal=self.causal, window=self.window, engine=engine, **options,
         )  # fmt: skip
 
     @cached_property
@@ -169,9 +168,12 @@ def _cases() -> tuple[Case, ...]:
         Case("lognormal192k", lognormal_pack(tokens=3 * PACK_TOKENS)),
         Case("8192x34", (34,) * 8_192),
         Case("65536+1000x16", (65_536, *(16,) * 1_000)),
+        *(Case(name, lengths, 32, 8) for name, lengths in EQUAL.items()),
     )
 
 
+EQUAL = {f"{number}x{tokens // number}-gqa": (tokens // number,) * number
+         for tokens in (8_192, 32_768) for number in (1, 4, 8)}  # fmt: skip
 CASES = {case.name: case for case in _cases()}
 
 

@@ -113,9 +113,10 @@ def test_only_the_deterministic_peer_asks_for_it(name, monkeypatch):
 
     monkeypatch.setattr(peers.cupy, "asarray", lambda x: x)
     case = Mock(batch=CASES["64x256"].batch, key_batch=CASES["64x256"].key_batch)
-    case.attention.return_value.forward.return_value = None, None
+    attention = case.attention.return_value
+    attention.forward.return_value, attention.sinks, attention.softcap = (None, None), False, 0.0
     peers.PEERS[name](case, peers.Inputs(None, None, None, None))
-    case.attention.assert_called_once_with("cuda", name == "deterministic")
+    case.attention.assert_called_once_with("cuda", **{"deterministic": True} if name == "deterministic" else {})
 
 
 # --- a run of bench_attention on a machine whose GPU is faked ----------------------------------------------------
@@ -179,7 +180,7 @@ class OnHost(np.ndarray):
 class FakePeer:
     """The answer in float64, or 1 percent more; it cannot capture its backward alone if it is `clumsy`."""
 
-    factor, clumsy = 1.0, False
+    factor, clumsy, logits = 1.0, False, ()
 
     def __init__(self, case, inputs):
         self.case, self.inputs, self.done = case, inputs, []
@@ -226,7 +227,6 @@ def bench(clock, monkeypatch):
         return [rng.standard_normal((case.total_tokens, *width)).view(OnHost) for width in widths]
 
     FakePeer.clock, FakePeer.graphs = clock, []
-    monkeypatch.setattr(bench_attention, "PEERS", {"ours": FakePeer, "fa4": Inexact})
     monkeypatch.setattr(bench_attention, "draw_inputs", draw_inputs)
     monkeypatch.setattr(bench_attention, "release_memory", FakePeer.release)
     monkeypatch.setattr(bench_attention, "cupy", np)
@@ -238,11 +238,11 @@ SMALL = Case("small", (5, 3), heads=2, kv_heads=1, head_dim=4, v_head_dim=4)
 
 
 def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, capsys, monkeypatch):
-    names = ["ours", "fa4"]
+    kinds = {"ours": FakePeer, "fa4": Inexact}
     interleaved = bench.timing.interleaved
     monkeypatch.setattr(bench.timing, "interleaved", lambda *args: (interleaved(*args), FakePeer.graphs.clear())[0])
-    measured = bench.bench(SMALL, names, record.DIRECTIONS, 2)
-    rows = list(bench.rows_of(SMALL, dict.fromkeys(names, "1"), bench.asked(names, record.DIRECTIONS), measured))
+    measured = bench.bench(SMALL, kinds, record.DIRECTIONS, 2)
+    rows = list(bench.rows_of(SMALL, dict.fromkeys(kinds, "1"), bench.asked(list(kinds), record.DIRECTIONS), measured))
     assert len({tuple(made) for made in rows}) == 1, "every row has the same columns"
     times = record.Times(rows)
     assert times.value("samples", "small", "ours", "forward", "graph") == 4
@@ -258,8 +258,21 @@ def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, ca
     assert blank["ms"] == blank["tflops"] == "", "it replaces what an older run measured"
 
 
+def test_errors_of_a_peer_with_a_softcap_are_against_attention_with_one(bench):
+    class Capped(FakePeer):
+        logits = {"softcap": 0.5}
+
+        def on_host(self):
+            import accuracy
+
+            return accuracy.exact(self.case, self.inputs, np, softcap=0.5)
+
+    measured = bench.errors(SMALL, {"ours": FakePeer, "capped": Capped})
+    assert {float(columns["rms"]) for columns in measured.values()} == {0.0} and len(measured) == 8
+
+
 def test_a_sustained_run_times_forward_and_backward_together(bench):
-    measured = bench.sustained(SMALL, ["ours", "fa4"], 1)
+    measured = bench.sustained(SMALL, {"ours": FakePeer, "fa4": Inexact}, 1)
     assert set(measured) == {(name, "both", "sustained") for name in ("ours", "fa4")}
     calls = 5  # of 3 ms fill a third of a group of 40 ms
     assert float(measured["ours", "both", "sustained"]["ms"]) == pytest.approx(20 / calls, abs=1e-5)

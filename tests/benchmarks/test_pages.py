@@ -119,6 +119,16 @@ def test_a_pack_is_compared_with_the_dense_kernels_that_take_least_for_both_dire
         ["4", "0.200 / 0.600", "0.200 / 0.400", "FlashAttention-4", "1.00 / 1.50 / 1.33"]]  # fmt: skip
 
 
+def test_logits_are_compared_with_attention_without_sinks_and_softcap():
+    times = {"ours": (1.0, 2.0), "low": (1.4, 2.5)}
+    rows = [{"case": "x", "peer": peer, "direction": way, "timing": "called", "ms": str(ms)}
+            for peer, found in times.items() for way, ms in zip(record.DIRECTIONS, found, strict=True)]  # fmt: skip
+    rows += [{"case": "x", "peer": peer, "direction": name, "timing": record.ERRORS, "rms": "2e-3"}
+             for peer in times for name in tables.RESULTS]  # fmt: skip
+    assert cells(tables.logits(rows), "x") == [
+        ["1.40 / 1.25"], ["neither", *["2.00"] * 4], ["softcap 5", *["2.00"] * 4]]  # fmt: skip
+
+
 def cp_rows():
     def of(peer, ms, tflops, case="bucket32k", **more):
         known = {"ranks": "2", "as_rank_of": "2", "transport": "peer", "case": case, "peer": peer, "timing": "called"}
