@@ -8,10 +8,9 @@
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 65536 --cp 2
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072 --cp-comm-type a2a
 
-Every run adds rows to benchmarks/results/bytelm_GPU.csv, of which readme.py makes tables. A step is timed from the end
-of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token, and those of the
-attention's visible pairs; nothing is counted for what is computed again. --idle profiles further steps with
-torch.profiler, which records the kernels and copies of the whole process, those of graphs too.
+A step is timed from the end of the step before to its own end on the GPU. Model FLOPs are 6 per token and weight of a
+matrix product, and those of the attention's visible pairs; recomputation does not count. Rows go to
+benchmarks/results/bytelm_GPU.csv.
 
 --maxima measures graphs with several maxima of documents per pack: numbers, or percentiles of the packs' documents. A
 pack with more documents runs eagerly, so that their table has the mean of all steps.
@@ -21,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -53,9 +50,7 @@ EXAMPLE = Path(data.__file__).parent
 KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type",
        "maximum")  # fmt: skip
 WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted, unless others are asked for
-PROFILED = 20  # steps
 PACKS = 1_000  # of which the percentiles of documents are taken
-GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # as a trace of torch.profiler names it
 
 
 def main() -> int:
@@ -76,14 +71,14 @@ def main() -> int:
 
 
 def release_memory() -> None:
-    """Give back what the configuration before has left in the pools of this GPU."""
+    """Give back what earlier configurations left in the memory pools of this GPU."""
     import peers
 
     peers.release_memory()
 
 
 def configurations(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yield what is run, one after another: of every size, as asked for or with graphs in every way, by maximum."""
+    """Yield configurations: every size, with graphs as asked for or in every way, by maximum."""
     for size in args.size:
         ways = [replace(args.graphs, impl=impl, inference_scope=None) for impl in WAYS] if args.every_graph else ()
         for graphs in ways or [args.graphs]:
@@ -95,7 +90,7 @@ def configurations(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
-    """The row of one configuration."""
+    """Measure one configuration."""
     grid = grid_of(comm, args, SIZES[args.size])
     packing = Packing.of(args.tokens or RECIPES[args.size].tokens, grid.cp.size, args.sharding)
     training, _ = data.split(data.find_documents())
@@ -116,7 +111,6 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
     with closing(data.prepared(dealt)) as coming, trainer.graphs:
         steps(args.warm_up + args.steps)
         timed = results[args.warm_up :]
-        idle = f"{idle_share(lambda: steps(PROFILED)):.4f}" if args.idle else ""
         num_bytes = trainer.xp.get_default_memory_pool().total_bytes() + trainer.graphs.num_bytes
     fixed = {
         "size": args.size, "ranks": str(comm.size), "cp": str(grid.cp.size) if grid.num_groups > 1 else "",
@@ -126,7 +120,7 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
         "slots": str(graphs.max_packed_seqs or ""), "eager_packs": eager_share(timed, graphs.max_packed_seqs),
     }  # fmt: skip
     peak = measure.peak_flops(trainer.model)
-    return fixed | measured(trainer, timed, peak) | {"memory_gib": f"{num_bytes / 2**30:.1f}", "idle": idle}
+    return fixed | measured(trainer, timed, peak) | {"memory_gib": f"{num_bytes / 2**30:.1f}"}
 
 
 def with_maximum(
@@ -151,38 +145,14 @@ def eager_share(results: Sequence[StepResult], slots: int | None) -> str:
 
 
 def method_of(cp_comm_type: str, grid: Grid) -> str:
-    """What travels between ranks, with the neighbours of two levels; "" for all_gather, as in rows without the column.
-    """
+    """Name the method, with the inner size of two levels; "" for all_gather, as in rows without the column."""
     if isinstance(grid.cp, Levels):
         return f"{cp_comm_type} of {grid.cp.inner.size}"
     return "" if cp_comm_type == "all_gather" else cp_comm_type
 
 
-def idle_share(run: Callable[[], None]) -> float:
-    """Of the time between the first and the last work of the GPU, the share without any."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            run()
-        profiled.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    return gaps([(x["ts"], x["ts"] + x["dur"]) for x in events if x.get("cat") in GPU_WORK])
-
-
-def gaps(spans: Iterable[tuple[float, float]]) -> float:
-    """The share of the time from the first begin to the last end that no span covers."""
-    ordered = sorted(spans)
-    first, busy = ordered[0][0], 0.0
-    until = first
-    for begin, end in ordered:
-        busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return 1 - busy / (until - first)
-
-
 def measured(trainer: Trainer, results: list[StepResult], peak: float | None) -> record.Row:
-    """Medians over the steps; speeds are of the median step, per rank where they say so."""
+    """Return the columns of timed steps: medians; MFU and attention_tflops are per rank."""
     clock, size = trainer.clock, trainer.grid.world.size
     seconds = [clock.seconds(*result.span) for result in results]
     low, high = record.spread(seconds)
@@ -206,7 +176,7 @@ def measured(trainer: Trainer, results: list[StepResult], peak: float | None) ->
 
 
 def example_hash() -> str:
-    """Changes with the example's code, kernels included, as kernel_sources does with what launches the package's."""
+    """Hash the code of the example with its kernels."""
     digest = hashlib.sha256()
     for path in sorted([*EXAMPLE.glob("*.py"), *EXAMPLE.glob("*.cu")]):
         digest.update(path.name.encode() + path.read_bytes())
@@ -222,7 +192,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default: 30)")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, metavar="N",
                         help=f"steps before, which compile and fill memory pools (default: {WARM_UP})")  # fmt: skip
-    parser.add_argument("--idle", action="store_true", help="also record the share of time without work on the GPU")
     parser.add_argument("--every-graph", action="store_true", help="without graphs, per layer, and of a whole step")
     parser.add_argument("--maxima", nargs="+", default=[""], metavar="MAX", type=maximum,
                         help="slots for documents in graphs, one after another: 16, or P90")  # fmt: skip

@@ -5,19 +5,15 @@
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases bucket32k 8x1024 --head-groups 1 4
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases documents16k --methods all
 
-Times are those of warm calls, forward and backward in turns, back to back between events on the GPU, of the slowest
-rank; TFLOP/s are per GPU and count visible pairs of tokens, no padding. All ways of a case take turns. A graph holds
-forward and backward with all communication inside. What is beyond the attention alone is exposed communication. The
-host's time is from a call to its return on an idle GPU. Memory is what the GPU lacks after warm calls, q, k, v and dout
-not counted, nor what other cases and ways have left behind of peer memory.
+Times are between events on the GPU, of warm calls back to back, of the slowest rank. TFLOP/s are per GPU and count
+visible pairs of tokens, no padding. All ways of a case take turns. A graph holds forward and backward with all
+communication. Communication is exposed as far as a layer takes longer than its attention alone. The host's time is from
+a call to its return on an idle GPU. Memory is what warm calls take of the GPU, without q, k, v and dout.
 
---methods: cp_comm_type:sharding of CPAttention; each has the least padding that its sharding takes. "One GPU" has the
-whole pack, without padding, and what a way reaches of its speed is the efficiency of so many GPUs.
-
---peer: Transformer Engine's schedule, see cp_peer.py, in the same run. --as-rank-of N: two GPUs with the rows, keys and
-traffic of two ranks of N, see rank_of.py; results are meaningless then, and neither errors nor peers are measured.
-Where rows are spread by the lengths of sequences, ranks differ, and those with most work are played.
-Rows go to benchmarks/results/cp_GPU.csv.
+--methods: cp_comm_type:sharding of CPAttention, each with the least padding that it takes. "One GPU" has the whole
+pack, without padding. --peer: Transformer Engine's schedule, see cp_peer.py, in the same run. --as-rank-of N: two GPUs
+have the rows, keys and traffic of two ranks of N, see rank_of.py; results mean nothing then, so neither errors nor
+peers are measured. Where ranks differ in work, the GPUs play those with most. Rows go to benchmarks/results/cp_GPU.csv.
 """
 
 from __future__ import annotations
@@ -64,7 +60,7 @@ Peers = dict[str, tuple[str, Callable[[Layer], Any]]]  # name: version, what mak
 def main() -> int:
     args = parse_arguments()
     with thdattn.comm.init(transport=args.transport) as real, cupy.cuda.Stream(non_blocking=True):
-        ranks = Ranks.of(real, args.as_rank_of or real.size, args.ranks_played)
+        ranks = Ranks.of(real, args.as_rank_of or real.size)
         about = record.provenance(real.size) | {
             "ranks": str(real.size), "as_rank_of": str(ranks.size),
             "transport": "peer" if real.overlaps else real.name,
@@ -87,28 +83,26 @@ def main() -> int:
 
 
 def process_group() -> Any:
-    """torch.distributed, for the peer: PyTorch and its kernels are only imported where they are asked for."""
+    """Start torch.distributed for the peer; PyTorch is imported only here."""
     import cp_peer
 
     return cp_peer.process_group()
 
 
 def find_peers() -> Peers:
-    """The peer with the best kernels that every rank has."""
+    """Return Transformer Engine's schedule with the version of its kernels; ImportError where they are missing."""
     import cp_peer
 
-    kernels = cp_peer.kernels()
-
     def make(layer: Layer) -> cp_peer.TransformerEngine:
-        return cp_peer.TransformerEngine(layer.plan, layer.inputs, kernels)
+        return cp_peer.TransformerEngine(layer.plan, layer.inputs)
 
-    return {f"te+{kernels.name}": (kernels.version(), make)}
+    return {"te+fa4": (peers.FlashAttention4.version(), make)}
 
 
 def work(
     ranks: Ranks, names: Sequence[str], methods: Sequence[Method], head_groups: Sequence[int]
 ) -> Iterator[tuple[Case, Callable[[Case, Peers, int], Measured]]]:
-    """Cases with what is measured of them. Errors come first: they also compile and load what others' memory lacks."""
+    """Yield cases with what measures them; errors come first, which also compile and load kernels."""
     all_there = ranks.size == ranks.real.size
     if all_there:
         yield ERROR_CASE, partial(errors, ranks, methods)
@@ -122,7 +116,7 @@ def work(
 
 
 def errors(ranks: Ranks, methods: Sequence[Method], case: Case, others: Peers, _: int) -> Measured:
-    """The errors of ours, by every method, and of the peer against float64."""
+    """Measure the errors of every method and of the peer against float64."""
     batch = thdattn.PackedBatch.from_lengths(case.lengths, 2 * ranks.size)  # every sharding takes it
     tokens = rows_of_runs(batch.cu_seqlens_padded[:-1], batch.lengths)
     whole = peers.draw_inputs(case, batch.total_rows)
@@ -160,7 +154,7 @@ def errors(ranks: Ranks, methods: Sequence[Method], case: Case, others: Peers, _
 def speeds(
     ranks: Ranks, methods: Sequence[Method], head_groups: Sequence[int], case: Case, others: Peers, rounds: int
 ) -> Measured:
-    """All times of one case, in turns, with the memory and the traffic of ours and the memory of the peer."""
+    """Measure all times of one case, in turns, and the memory and received bytes of each way."""
     real = ranks.real
     asked = asked_for(ranks, methods, head_groups, case)
     ours: dict[str, Layer] = {}
@@ -194,7 +188,7 @@ def speeds(
 def asked_for(
     ranks: Ranks, methods: Sequence[Method], head_groups: Sequence[int], case: Case
 ) -> dict[str, tuple[Method, int | None]]:
-    """The ways of ours that a case can be spread by, with numbers of groups of heads; others are named on stderr."""
+    """Return the ways that a case can be spread by, with numbers of head groups; name the others on stderr."""
     asked: dict[str, tuple[Method, int | None]] = {}
     for method in methods:
         if why := ranks.refusal(method, case):
@@ -210,7 +204,7 @@ def asked_for(
 def raced(
     real: Comm, case: Case, ways: Mapping[str, Timed], hosted: Sequence[str], rounds: int
 ) -> dict[Key, list[float]]:
-    """Times of all ways in turns: called, in graphs those that are captured, and the host's of those that are named."""
+    """Time all ways in turns: called, in a graph where they are captured, and on the host for those in `hosted`."""
     calls: dict[tuple[str, str], Sequence[Callable[[], object]]] = {
         (name, "called"): (way.forward, way.backward) for name, way in ways.items()}  # fmt: skip
     with ExitStack() as stack:
@@ -235,12 +229,12 @@ def raced(
 
 
 def host_calls(ms: float) -> int:
-    """How many calls of so many milliseconds have their host's time taken."""
+    """Return how many calls of so many milliseconds are timed on the host."""
     return max(3, min(HOST_CALLS, round(HOST_MS / max(ms, 1e-3))))
 
 
 def attempted(real: Comm, what: str, make: Callable[[], T]) -> T | None:
-    """What a call returns, None if it fails on some rank; why, is said on stderr.
+    """Return what a call returns, or None if it fails on any rank; stderr gets the reason.
 
     A rank that fails alone within a collective leaves the others to the deadline.
     """
@@ -254,9 +248,9 @@ def attempted(real: Comm, what: str, make: Callable[[], T]) -> T | None:
 
 
 def made_peers(real: Comm, case: Case, others: Peers, layer: Layer) -> dict[str, Any]:
-    """The peers whose results are those of ours on every rank; why others are left out is said on stderr.
+    """Make the peers, and keep those whose results are those of ours on every rank; name the others on stderr.
 
-    What they were to be measured by stays blank, and so replaces what an older run measured.
+    Rows of the others stay blank, and so replace those of an older run.
     """
 
     def alike(make: Callable[[Layer], Any]) -> Any:
@@ -270,7 +264,7 @@ def made_peers(real: Comm, case: Case, others: Peers, layer: Layer) -> dict[str,
 
 
 def taken(real: Comm, layer: Timed, free: int) -> float:
-    """GiB by which the free memory falls short of `free` after warm calls, of the rank that takes most."""
+    """Return by how many GiB warm calls reduce the free memory from `free`, of the rank that takes most."""
     peers.release_memory()  # what compiling and checking needed
     for _ in range(2):
         both(layer)
@@ -281,7 +275,7 @@ def taken(real: Comm, layer: Timed, free: int) -> float:
 
 
 def most(real: Comm, traffic: Traffic) -> Traffic:
-    """That of the ranks which get most."""
+    """Return the largest number of received bytes of any rank."""
     return Traffic(*map(int, timing.slowest(real, traffic)))
 
 
@@ -289,11 +283,7 @@ def most(real: Comm, traffic: Traffic) -> Traffic:
 
 
 class Costs(NamedTuple):
-    """Of one way.
-
-    memory: GiB. received: from other ranks; None: nobody counted.
-    predicted: milliseconds of directions.
-    """
+    """Costs of one way: GiB of memory, bytes from other ranks (None: not counted), predicted ms of directions."""
 
     memory: float
     received: Traffic | None = None
@@ -301,14 +291,14 @@ class Costs(NamedTuple):
 
 
 def ranks_played(ranks: Ranks, layer: Layer) -> record.Row:
-    """The column of the ranks that these two behave as."""
+    """Return the column with the ranks that the two GPUs play, if they do."""
     if ranks.size == ranks.real.size:
         return {}
     return {"ranks_played": "/".join(map(str, ranks.real._gather_values(layer.plan.cp_rank)))}
 
 
 def columns(case: Case, cp_size: int, key: Key, samples: Sequence[float], costs: Mapping[str, Costs]) -> record.Row:
-    """Of one measured time, per GPU; memory and traffic stand beside the calls that they were measured with."""
+    """Return the columns of one measured time, per GPU; rows of calls also have memory and received bytes."""
     peer, direction, how = key
     flops = {**case.flops._asdict(), "both": sum(case.flops)}.get(direction)
     row = record.timed(samples, flops / cp_size if flops and how != "host" else None)
@@ -355,9 +345,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="turns of every way, 3 by default")
     parser.add_argument("--peer", action="store_true", help="also time Transformer Engine's schedule")
     parser.add_argument("--as-rank-of", type=int, metavar="N", help="two GPUs behave as two ranks of N")
-    parser.add_argument("--ranks-played", nargs=2, type=int, metavar="RANK",
-                        help="which two of N, where rows are not spread by all_gather's dual_chunk; by default those "
-                             "with most work")  # fmt: skip
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/cp_GPU.csv by default")
     args = parser.parse_args()
     if args.repeats < 1:
@@ -368,11 +355,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--as-rank-of is {args.as_rank_of}, wanted >= 2")
     if args.as_rank_of and args.peer:
         parser.error("--peer has no ranks to be played by others; leave it or --as-rank-of out")
-    if args.ranks_played and not 0 <= args.ranks_played[0] < args.ranks_played[1] < (args.as_rank_of or 0):
-        parser.error(f"--ranks-played is {args.ranks_played}, wanted two ascending ranks of --as-rank-of")
     args.cases = names if "all" in args.cases else args.cases
     args.methods = [METHODS[name] for name in (METHODS if "all" in args.methods else args.methods)]
-    args.ranks_played = tuple(args.ranks_played) if args.ranks_played else None
     if args.peer and USUAL not in args.methods:
         parser.error(f"--peer is compared with {USUAL}, which --methods lacks; add it or leave --peer out")
     return args

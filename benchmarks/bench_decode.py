@@ -2,13 +2,12 @@
 
     python benchmarks/bench_decode.py
 
-Sampling: bytes per second of all texts together when each has `--bytes` bytes, by Sampler as its steps run, with a
-graph per layer or one of all (eager, layer, block), and by a copy of what sample.py did before it kept keys and values
-(recomputed): a forward over all texts for every byte. Models have the weights that they are made with: their bytes mean
-nothing, and cost the same.
+Sampling: bytes per second of all texts together when each has `--bytes` bytes, by Sampler, kernel by kernel (eager),
+with a graph per layer (layer), and with one graph (block). Models have random weights: their bytes mean nothing, and
+cost the same.
 
-Attention: thd_attn_decode alone over one text, in a captured graph whose calls read one cache after another, so that an
-L2 cache holds none of them; GB/s of keys and values read, beside a copy's bytes read and written.
+Attention: thd_attn_decode alone over one text, in a captured graph whose calls read one cache after another, so that
+the L2 cache holds none of them; GB/s of keys and values, beside those of a copy, which reads and writes.
 
 Mixer: Mamba2Mixer.decode for 1, 32 and 256 texts in the same way; GB/s of states read and written.
 
@@ -33,14 +32,14 @@ import tables
 from bench_bytelm import example_hash
 from model import Model
 from sample import Sampler
-from sizes import EOD, SIZES
+from sizes import SIZES
 
 import thdattn
 from thdattn.graphs import CudaGraphConfig, Graphs
 
 T = TypeVar("T")
 
-WAYS = ("recomputed", "eager", "layer", "block")
+WAYS = ("eager", "layer", "block")
 KEY = ("gpu", "what", "texts", "bytes", "way")
 ROUNDS = 5
 LAYERS = {"32/8 heads of 128": (32, 8, 128), "8/4 heads of 128": (8, 4, 128), "8/4 heads of 64": (8, 4, 64)}
@@ -56,43 +55,30 @@ def main() -> int:
     rows = []
     for size in args.sizes:
         for texts in args.texts:
-            speeds: dict[str, float] = {}
             for way in WAYS:
                 row = sampling(size, texts, args.bytes, way, "cuda", args.steps)
-                speeds[way] = float(row["bytes_per_s"])
-                print(f"{size:12}{texts:4} texts of {args.bytes:,} bytes  {way:11}{row['ms']:>10} ms per byte of each "
-                      f"{speeds[way]:12,.0f} bytes/s {speeds[way] / speeds['recomputed']:8.1f}x", flush=True)
+                print(f"{size}, {texts} texts, {way}: {row['bytes_per_s']} bytes/s", file=sys.stderr)
                 rows.append(about | {"example_sources": example_hash()} | row)
     for name in LAYERS:
-        row = attention(name)
-        print(f"attention of {name} over {LONG:,} rows  {row['ms']} ms  {row['gb_per_s']} GB/s, "
-              f"a copy {row['copy_gb_per_s']}")  # fmt: skip
-        rows.append(about | row)
+        rows.append(about | attention(name))
     for texts in MIXER_TEXTS:
-        row = mixer(texts)
-        print(f"{row['what']}, {texts:4} texts  {row['ms']} ms  {row['gb_per_s']} GB/s, a copy {row['copy_gb_per_s']}")
-        rows.append(about | row)
+        rows.append(about | mixer(texts))
     record.save(path, rows, KEY)
     print("\n\n".join([*tables.decode(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
     return 0
 
 
 def sampling(size: str, num_texts: int, num_bytes: int, way: str, engine: str, steps: int) -> record.Row:
-    """The row of one model, one number of texts and one way."""
+    """Measure one model, one number of texts and one way."""
     model = Model(SIZES[size], thdattn.comm.init("single"), engine)
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 256, num_bytes, np.uint8).tobytes() for _ in range(num_texts)]
     impl, scope = ("local", way) if way in ("layer", "block") else ("none", "none")
     with Graphs(model.comm, CudaGraphConfig(impl=impl, inference_scope=scope)) as graphs:
-        if way == "recomputed":
-            steps = max(1, steps // 10)
-            step: Callable[[], object] = recomputed_step(model, texts, rng)
-        else:
-            total = 10 + ROUNDS * steps
-            sampler = Sampler(model, num_texts, num_bytes + total, graphs=graphs)
-            sampler.start(texts, rng.integers(2**32, size=(num_texts, total), dtype=np.uint32))
-            step = sampler.step
-        times = timed_steps(step, steps, wait(model))
+        total = 10 + ROUNDS * steps
+        sampler = Sampler(model, num_texts, num_bytes + total, graphs=graphs)
+        sampler.start(texts, rng.integers(2**32, size=(num_texts, total), dtype=np.uint32))
+        times = timed_steps(sampler.step, steps, wait(model))
     measured = record.timed(times)
     return {
         "what": size, "texts": str(num_texts), "bytes": str(num_bytes), "way": way, "steps": str(steps), **measured,
@@ -101,7 +87,7 @@ def sampling(size: str, num_texts: int, num_bytes: int, way: str, engine: str, s
 
 
 def timed_steps(step: Callable[[], object], steps: int, wait: Callable[[], None]) -> list[float]:
-    """Milliseconds per step of ROUNDS rounds; the first steps compile kernels and capture."""
+    """Return milliseconds per step of ROUNDS rounds; the first steps compile kernels and capture."""
     for _ in range(6):
         step()
     times = []
@@ -116,31 +102,13 @@ def timed_steps(step: Callable[[], object], steps: int, wait: Callable[[], None]
 
 
 def wait(model: Model) -> Callable[[], None]:
-    """What waits for the model's device."""
+    """Return the function that waits for the model's device."""
     xp = model.layers.xp
     return (lambda: None) if xp is np else (lambda: xp.cuda.get_current_stream().synchronize())
 
 
-def recomputed_step(model: Model, texts: list[bytes], rng: np.random.Generator) -> Callable[[], list[int]]:
-    """One byte of every text as sample.py made it before: nothing is kept, and bytes are drawn on the host."""
-
-    def step() -> list[int]:
-        batch = thdattn.PackedBatch.from_lengths([len(text) + 1 for text in texts])
-        tokens = batch.pack([np.array([EOD, *text], np.int32) for text in texts])
-        plan, xp = model.plan(batch, "contiguous"), model.layers.xp
-        logits = model.logits(xp.asarray(tokens), plan)[xp.asarray(batch.cu_seqlens[1:] - 1)]
-        return [draw(row, rng) for row in (logits if isinstance(logits, np.ndarray) else logits.get())]
-
-    def draw(logits: Any, rng: np.random.Generator) -> int:
-        likeliest = np.argsort(-logits, kind="stable")
-        weights = np.exp(logits[likeliest].astype(np.float64) - logits[likeliest[0]])
-        return int(rng.choice(likeliest, p=weights / weights.sum()))
-
-    return step
-
-
 def attention(name: str) -> record.Row:
-    """The row of one layout of heads over one text of LONG rows."""
+    """Measure one layout of heads over one text of LONG rows."""
     import cupy
 
     from thdattn.engines import cuda
@@ -151,7 +119,7 @@ def attention(name: str) -> record.Row:
     with cupy.cuda.Stream(non_blocking=True) as stream:
         caches = [layer.cache(1, LONG) for _ in range(-(-CACHED_BYTES // num_bytes))]
         for cache in caches:
-            for x in (cache.k, cache.v):  # small numbers: NaN costs the same, but nobody has it
+            for x in (cache.k, cache.v):
                 x.view(np.uint16)[...] = 0x3C00
         q, ranges = cupy.asarray(np.ones((1, num_heads, head_dim), layer.dtype)), cupy.asarray([[0, LONG]], np.int32)
 
@@ -171,7 +139,7 @@ def attention(name: str) -> record.Row:
 
 
 def mixer(num_texts: int) -> record.Row:
-    """The row of a typical mixer and one number of texts."""
+    """Measure a typical mixer with one number of texts."""
     import cupy
 
     layer, rng = thdattn.Mamba2Mixer(thdattn.comm.init("single"), *MIXER, engine="cuda"), np.random.default_rng(0)
@@ -199,14 +167,14 @@ def mixer(num_texts: int) -> record.Row:
 
 
 def replayed(call: Callable[[T], Any], caches: list[T], stream: Any) -> list[float]:
-    """Milliseconds per call, in a captured graph with one for every cache."""
+    """Return milliseconds per call, in a captured graph with one call for every cache."""
     import timing
 
     for cache in caches:
         call(cache)
     stream.synchronize()
     stream.begin_capture()
-    kept = [call(cache) for cache in caches]  # what the graph writes to lives as long
+    kept = [call(cache) for cache in caches]  # the graph writes to these results
     graph = stream.end_capture()
     times = [ms for _ in range(ROUNDS) for ms in timing.replayed(lambda: graph.launch(stream), len(caches))]
     del kept

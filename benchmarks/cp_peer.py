@@ -1,18 +1,16 @@
-"""Context parallelism in Transformer Engine's schedule, in torch.distributed, with the kernels of other packages.
+"""Context parallelism in Transformer Engine's schedule, in torch.distributed, with the kernels of flash-attn-4.
 
-Forward: k and v are gathered one after the other and moved to sequence order; a rank's two chunks of every sequence are
-two attention calls on two streams, each over the keys up to its chunk's end. Backward: the same gathers again, two
-calls, their dk and dv added, moved to rank order and summed over ranks, all in bfloat16. Nothing runs beside
-communication.
+Forward: gather k, then v, and move both to sequence order; compute a rank's two chunks of every sequence by two
+attention calls on two streams, each over the keys up to its chunk's end. Backward: gather again, compute two calls, add
+their dk and dv, move them to rank order and sum them over ranks, all in bfloat16. Nothing overlaps communication.
 
-Source: Transformer Engine's all-gather path for packed sequences (version 2.20), whose own kernels are cuDNN's or
+Source: Transformer Engine's all-gather path for packed sequences (version 2.20); its own kernels are cuDNN's or
 FlashAttention-3's.
 """
 
 from __future__ import annotations
 
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,19 +21,18 @@ import cupy
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from peers import FlashAttention4, Inputs, TorchVarlen, tensor
+from peers import Inputs, tensor
 
 import thdattn
-from thdattn.packing import rows_of_runs
 
 TIMEOUT = timedelta(seconds=120)  # after which a collective of torch ends its process
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """torch.distributed over the ranks of MPI, on CuPy's current GPU.
+    """Start torch.distributed over the ranks of MPI, on CuPy's current GPU.
 
-    NOTE: not destroyed on errors, as that waits for ranks that may wait for this one.
+    NOTE: it does not destroy the group on errors: that waits for ranks that may wait for this one.
     """
     import torch
     from mpi4py import MPI
@@ -60,11 +57,11 @@ def _free_port() -> int:
 
 
 class Step(NamedTuple):
-    """What one of a rank's two chunks of every sequence needs; int32 arrays, by sequence.
+    """Queries and keys of one of a rank's two chunks of every sequence; int32 arrays, by sequence.
 
-    query_begins: (num_seqs + 1,) first local row of the chunk; num_queries: (num_seqs,) of its rows hold tokens.
-    key_begins: (num_seqs + 1,) first row of the sequence in sequence order; num_keys: (num_seqs,) keys up to the
-        chunk's end, padding left out.
+    query_begins: (num_seqs + 1,) first local row of the chunk. num_queries: (num_seqs,) rows of it that hold tokens.
+    key_begins: (num_seqs + 1,) first row of the sequence in sequence order. num_keys: (num_seqs,) keys up to the end
+        of the chunk, without padding.
     """
 
     query_begins: NDArray[np.int32]
@@ -74,7 +71,7 @@ class Step(NamedTuple):
 
 
 def steps(batch: thdattn.PackedBatch, cp_size: int, cp_rank: int) -> list[Step]:
-    """Chunks cp_rank and 2*cp_size-1-cp_rank. The last query of a chunk stands at the last of its keys."""
+    """Return the steps of chunks cp_rank and 2*cp_size-1-cp_rank; the last query of a chunk sees its last key."""
     begins, lengths = batch.cu_seqlens_padded, batch.lengths
     size = np.diff(begins) // (2 * cp_size)
     made = []
@@ -86,31 +83,11 @@ def steps(batch: thdattn.PackedBatch, cp_size: int, cp_rank: int) -> list[Step]:
     return made
 
 
-class Kernels(ABC):
-    """The attention of one step, on torch's current stream. q, k, v and results are tensors (rows, heads, width).
+class Kernels:
+    """Attention of one step by flash-attn-4, on torch's current stream, without copies of rows.
 
-    name: of the kernels. version: of the package; raises where it cannot be imported.
+    q, k, v and results are tensors (rows, heads, width).
     """
-
-    name: str
-    version: Callable[[], str]
-
-    @abstractmethod
-    def __init__(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def forward(self, q: Any, k: Any, v: Any, out: Any) -> None:
-        """Writes the step's rows of out and keeps what the backward needs."""
-
-    @abstractmethod
-    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, dq: Any) -> tuple[Any, Any]:
-        """Writes the step's rows of dq; returns dk and dv, 0 for keys that it does not see."""
-
-
-class Fa4Kernels(Kernels):
-    """flash-attn-4, which takes begins and lengths of sequences, so that nothing is copied."""
-
-    name, version = "fa4", FlashAttention4.version
 
     def __init__(self, step: Step) -> None:
         from flash_attn.cute import interface
@@ -125,81 +102,25 @@ class Fa4Kernels(Kernels):
         self._backward = partial(interface._flash_attn_bwd, **layout)
 
     def forward(self, q: Any, k: Any, v: Any, out: Any) -> None:
+        """Write the step's rows of out, and keep lse for the backward."""
         _, self.lse, *_ = self._forward(q, k, v, out=out)
 
     def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, dq: Any) -> tuple[Any, Any]:
+        """Write the step's rows of dq; return dk and dv, which are 0 for keys that the step does not see."""
         dk, dv = (x.new_zeros(x.shape) for x in (k, v))
         self._backward(q, k, v, out, dout, self.lse, dq=dq, dk=dk, dv=dv)
         return dk, dv
 
 
-class TorchKernels(Kernels):
-    """torch's own FlashAttention-2, whose backward takes sequences without gaps: rows are copied together."""
-
-    name, version = "varlen", TorchVarlen.version
-
-    def __init__(self, step: Step) -> None:
-        import torch
-
-        self._ops = torch.ops.aten
-        self._queries, self._keys = (
-            _on_gpu(rows_of_runs(begins[:-1], counts).astype(np.int64))
-            for begins, counts in ((step.query_begins, step.num_queries), (step.key_begins, step.num_keys))
-        )
-        counts = step.num_queries, step.num_keys
-        self._layout = (*(_on_gpu(np.cumsum([0, *x], dtype=np.int32)) for x in counts), *(int(x.max()) for x in counts),
-                        0.0, True)  # fmt: skip
-
-    def forward(self, q: Any, k: Any, v: Any, out: Any) -> None:
-        part, *kept = self._ops._flash_attention_forward(*self._rows(q, k, v), *self._layout, False)
-        out.index_copy_(0, self._queries, part)
-        self._lse, *self._random = kept[:3]
-
-    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, dq: Any) -> tuple[Any, Any]:
-        dout, out = (x.index_select(0, self._queries) for x in (dout, out))
-        q_part, *others = self._ops._flash_attention_backward(
-            dout, *self._rows(q, k, v), out, self._lse, *self._layout, *self._random
-        )
-        dq.index_copy_(0, self._queries, q_part)
-        dk, dv = (x.new_zeros(x.shape).index_copy_(0, self._keys, part)
-                  for x, part in zip((k, v), others, strict=True))  # fmt: skip
-        return dk, dv
-
-    def _rows(self, q: Any, k: Any, v: Any) -> list[Any]:
-        return [q.index_select(0, self._queries), *(x.index_select(0, self._keys) for x in (k, v))]
-
-
-def kernels() -> type[Kernels]:
-    """The best that every rank can import; collective."""
-    from mpi4py import MPI
-
-    found = set.intersection(*MPI.COMM_WORLD.allgather(set(_importable())))
-    if not found:
-        raise RuntimeError("--peer needs flash-attn-4 or torch.nn.attention.varlen on every rank; install one of them")
-    return next(made for made in KERNELS if made.name in found)
-
-
-def _importable() -> Iterator[str]:
-    for made in KERNELS:
-        try:
-            made.version()
-        except Exception:  # a package whose libraries do not load raises more than ImportError
-            continue
-        yield made.name
-
-
-KERNELS: tuple[type[Kernels], ...] = (Fa4Kernels, TorchKernels)
-
-
 class TransformerEngine:
-    """One attention layer on this rank's rows of a case; backward follows the last forward.
+    """Attention layer on this rank's rows of a case; backward follows the last forward.
 
     Args:
-        plan: of ours, for the batch and its sharding, which are the same.
+        plan: plan of this package for the same batch and sharding.
         inputs: this rank's rows.
     """
 
-    def __init__(self, plan: thdattn.Plan, inputs: Inputs, made_of: type[Kernels]) -> None:
+    def __init__(self, plan: thdattn.Plan, inputs: Inputs) -> None:
         import torch
         from torch import distributed
 
@@ -209,7 +130,7 @@ class TransformerEngine:
         self.q, self.k, self.v, self.dout = map(tensor, inputs)
         order = np.concatenate([plan.sharding.rows(rank) for rank in range(plan.cp_size)])
         self._rank_order, self._sequence_order = map(_on_gpu, (order, np.argsort(order)))
-        self._steps = [made_of(step) for step in steps(plan.batch, plan.cp_size, plan.cp_rank)]
+        self._steps = [Kernels(step) for step in steps(plan.batch, plan.cp_size, plan.cp_rank)]
 
     def forward(self) -> None:
         keys, values = self._gathered()
@@ -225,11 +146,11 @@ class TransformerEngine:
         self.grads = dq, *(self._reduced(x.add_(y)) for x, y in zip(first, second, strict=True))
 
     def results(self) -> Sequence[Any]:
-        """out, dq, dk, dv: tensors of this rank's rows."""
+        """Return out, dq, dk and dv: tensors of this rank's rows."""
         return self.out, *self.grads
 
     def on_gpu(self) -> list[Any]:
-        """The same as CuPy arrays."""
+        """Return the results as CuPy arrays."""
         return [cupy.from_dlpack(x.view(self._torch.int16)).view(ml_dtypes.bfloat16) for x in self.results()]
 
     def _gathered(self) -> list[Any]:

@@ -1,29 +1,36 @@
-"""Two ranks that behave as two of a larger job: for every rank that misses, each has what the other one has.
+"""Comms by which two ranks behave as two of a larger job: each plays the missing ranks to the other one.
 
-Rows, keys and traffic are those of a rank of that job; results are meaningless, and finite.
+Rows, keys and traffic are those of two ranks of that job; results mean nothing, and are finite. Through peer memory, a
+rank reads the rows of a missing rank from the other rank's memory, writes there what is for the missing rank, and gets
+its flags set by the other rank. So it copies, adds, sets and awaits as much as among all ranks; what it writes for one
+rank may be overwritten by what is for another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
 
 from thdattn.comm import Comm
+from thdattn.comm.peer import transport, windows
 from thdattn.comm.slices import Slices
 from thdattn.jit.structs import MAX_RANKS
 
+STAGGER = 1 << 16  # bytes between the places that played ranks are read from, so that a cache has none of them yet
+
 
 def as_rank_of(real: Comm, size: int) -> Comm:
-    """The comm of this rank among `size` ranks: through peer memory where the real one has it, else by collectives.
+    """Make the comm of this rank among `size` ranks, by peer memory where the real comm has it, else by collectives.
 
     Args:
-        real: the comm of the two ranks that there are; it stays open, and is closed last.
+        real: comm of two ranks, which stays open and is closed last.
 
     Raises:
-        ValueError: other than two real ranks, or fewer to stand for.
+        ValueError: `real` has other than two ranks, or `size` is below 2.
     """
     if real.size != 2 or size < 2:
         raise ValueError(
@@ -32,26 +39,34 @@ def as_rank_of(real: Comm, size: int) -> Comm:
         )
     if not real.overlaps or size > MAX_RANKS:
         return ByCollectives(real, size)
-    import rank_of_memory
-
-    return rank_of_memory.stand_in(real, size)
+    return with_peer_memory(real, size)
 
 
 def exchanging(real: Comm, size: int, ranks: tuple[int, int]) -> Comm:
-    """The comm of one of two ranks among `size`, for what travels by `exchange` alone: as the real one brings it."""
+    """Make the comm of one of two ranks among `size`, for methods that communicate by `exchange` alone."""
     comm = ByCollectives(real, size, ranks)
     comm.overlaps = real.overlaps
     return comm
 
 
-class ByCollectives(Comm):
-    """A collective over `size` ranks is size - 1 collectives of the two, in one launch of NCCL.
+def with_peer_memory(real: Any, size: int) -> Comm:
+    """Make a comm with the checks, deadline and maxima of the two ranks, and with other peer memory."""
+    memory = transport.PeerMemory(World(real._world, size), Window)
+    real.before_close(memory.close)
+    comm: Any = copy(real)
+    comm.size, comm._peer = size, memory
+    made: Comm = comm
+    return made
 
-    Each of them brings one foreign share and takes one away. An exchange is one of the two, in which each gets as many
-    bytes, in as many slices, as its rank would from all others.
+
+class ByCollectives(Comm):
+    """Comm that does a collective over `size` ranks as size - 1 collectives of two, in one launch of NCCL.
+
+    Each of them brings one foreign share and takes one away. An exchange is one exchange of the two, in which each rank
+    gets as many bytes, in as many slices, as it would get from all others.
 
     Args:
-        ranks: which two they are.
+        ranks: the two ranks of `size` that the real ones play.
     """
 
     def __init__(self, real: Comm, size: int, ranks: tuple[int, int] = (0, 1)) -> None:
@@ -81,7 +96,7 @@ class ByCollectives(Comm):
         self.real.all_reduce(array, op)
 
     def _exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Callable[[], None]:
-        """What is sent is this rank's own where a slice is as large as the other rank wants it, else of no meaning."""
+        """Send own slices where they have the size that the other rank wants, and other bytes elsewhere."""
         if sizes is None:
             raise NotImplementedError("only where all ranks know the sizes can two of them play many")
         other = 1 - self.real.rank
@@ -94,7 +109,7 @@ class ByCollectives(Comm):
                                   np.array([[0, received[1]], [received[0], 0]]))
 
     def _wanted_by_other(self, mine: list[int], sizes: Any) -> list[int]:
-        """Bytes of what the other rank receives, slice by slice; it is asked once, as a graph cannot ask."""
+        """Return the bytes of each slice that the other rank receives; it is asked once, because a graph cannot ask."""
         key = np.asarray(sizes).tobytes(), tuple(mine)
         if key not in self._wanted:
             self._wanted[key] = self.real._gather_values(mine)[1 - self.real.rank]
@@ -121,7 +136,7 @@ class ByCollectives(Comm):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """NCCL calls as one launch; other comms have none."""
+        """Launch the calls of NCCL together; other comms have no launch."""
         if self.real.name != "nccl":
             yield
             return
@@ -132,3 +147,39 @@ class ByCollectives(Comm):
             yield
         finally:  # an open group would swallow every later call
             nccl.groupEnd()
+
+
+class World:
+    """Communicator of MPI as far as peer memory needs it."""
+
+    def __init__(self, real: Any, size: int) -> None:
+        self._real, self.rank, self.size = real, real.rank, size
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return this rank's value in its place, and the other rank's value in all others."""
+        values = self._real.allgather(value)
+        return [values[rank if rank < 2 else 1 - self.rank] for rank in range(self.size)]
+
+
+class Window(windows.Window):
+    """Window of two ranks that play the ranks from 2 on to each other.
+
+    The rank that has the memory of a played rank sets its flags.
+    """
+
+    def __init__(self, rank: int, size: int, num_bytes: int) -> None:
+        import cupy
+
+        super().__init__(rank, size, num_bytes + size * STAGGER)
+        self.array(0, (self.num_bytes,), np.uint8).fill(0)  # reads beyond the arrays are finite
+        self.num_bytes = num_bytes
+        cupy.cuda.get_current_stream().synchronize()
+
+    def flags_there(self) -> list[int]:
+        """Return addresses of flags; those of a played rank are the flags that the real rank has for its player."""
+        return [there if rank < 2 else there + windows.flags_of(rank) - windows.flags_of(self._rank)
+                for rank, there in enumerate(super().flags_there())]
+
+    def address(self, rank: int, offset: int) -> int:
+        """Return the address of a byte of a rank's part; of a played rank, it is a little further."""
+        return super().address(rank, offset + (STAGGER * rank if rank > 1 else 0))

@@ -375,8 +375,7 @@ def graphs(rows: Sequence[Row]) -> list[str]:
 
 def decode(rows: Sequence[Row]) -> list[str]:
     """Tables of bench_decode.py: bytes per second of the language model, and rates of the kernels for one row."""
-    ways = {"recomputed": "all rows anew", "eager": "kernel by kernel", "layer": "a graph per layer",
-            "block": "one graph"}  # fmt: skip
+    ways = {"eager": "kernel by kernel", "layer": "a graph per layer", "block": "one graph"}
     rates = {(row["what"], row["texts"], row["way"]): float(row["bytes_per_s"]) for row in rows if row["bytes_per_s"]}
     models = [[size, texts, *(number(rates.get((size, texts, way), math.nan)) for way in ways)]
               for size, texts in dict.fromkeys((size, texts) for size, texts, _ in rates)]  # fmt: skip
@@ -403,11 +402,11 @@ def training(rows: Iterable[Row]) -> list[str]:
         f"{row['size']}, {millions(row)}", gpus(row), f"{tokens_per_step(row):,}", row["cuda_graph_impl"],
         milliseconds(row["ms_per_step"]), f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])}",
         f"{int(row['tokens_per_s']):,}", percent(row["mfu"], 0), of_one_gpu(row, usual),
-        number(float(row["attention_tflops"] or "nan")), percent(row["padding"]), percent(row.get("idle") or ""),
+        number(float(row["attention_tflops"] or "nan")), percent(row["padding"]),
         row["date"][:10],
     ] for row in usual]  # fmt: skip
     head = ["model, weights", "GPUs", "tokens per step", "CUDA graphs", "ms per step", "p10 to p90, ms", "tokens/s",
-            "MFU", "over one GPU", "attention, TFLOP/s per GPU", "padding", "GPU idle", "measured"]  # fmt: skip
+            "MFU", "over one GPU", "attention, TFLOP/s per GPU", "padding", "measured"]  # fmt: skip
     slots = ["model", "GPUs", "tokens per step", "CUDA graphs", "slots", "packs with more", "mean ms per step",
              "p10 to p90, ms", "times the least"]  # fmt: skip
     return described([

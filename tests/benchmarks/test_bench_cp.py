@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import launch
+import rank_of
 import record
 import tables
 from cp_methods import METHODS
@@ -52,7 +53,7 @@ def test_short_packs_are_of_the_same_tokens_and_errors_are_of_long_sequences_too
         def names(ranks, cases):
             return [case.name for case, _ in bench_cp.work(ranks, cases, [], [])]
 
-        here, played = Ranks.of(real, 2, None), Ranks(real, 8, real, None, None)
+        here, played = Ranks.of(real, 2), Ranks(real, 8, real, None)
         return [names(here, ["8x1024"]), names(here, ["bucket32k"]), names(played, ["bucket32k"])]
 
     wanted = [["4x1024", "8x1024"], ["4x1024", "bucket32k", "bucket32k-h8"], ["bucket32k"]]
@@ -151,8 +152,6 @@ def host_memory(monkeypatch):
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, size, at_once, num_groups):
-    import rank_of_memory
-
     def values(rank, turn):
         rng = np.random.default_rng(10 * turn + rank)
         return [rng.standard_normal((40, 4, width), np.float32) for width in (256, 128)]  # more than STAGGER together
@@ -181,7 +180,7 @@ def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, siz
                     continue  # what is written for one that is played overwrites some of it
                 wanted = values(1 - comm.rank, turn)[number]
                 assert ranks[1 - comm.rank].tobytes() == wanted.tobytes()
-                later = rank_of_memory.STAGGER // wanted[0].nbytes * 2  # rows of rank 2 lie so much behind those of 1
+                later = rank_of.STAGGER // wanted[0].nbytes * 2  # rows of rank 2 lie so much behind those of 1
                 if size > 2 and number == 0 and later < 40:
                     assert ranks[2][: 40 - later].tobytes() == wanted[later:].tobytes()
             comm.barrier()
@@ -233,8 +232,6 @@ def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, at_on
         (["--cases", "1x1"], "invalid choice: '1x1'"),
         (["--methods", "a2a:balanced"], "invalid choice: 'a2a:balanced'"),
         (["--methods", "a2a", "--peer"], "compared with all_gather, which --methods lacks"),
-        (["--as-rank-of", "8", "--ranks-played", "7", "0"], "--ranks-played is [7, 0], wanted two ascending ranks"),
-        (["--ranks-played", "0", "1"], "--ranks-played is [0, 1], wanted two ascending ranks of --as-rank-of"),
         (["--head-groups", "2", "3"], "--head-groups has 3, wanted divisors of 8 and 16 kv heads"),
         (["--head-groups", "0"], "--head-groups has 0, wanted divisors of 8 and 16 kv heads"),
     ],
@@ -292,7 +289,7 @@ def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp
     command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), "--transport", transport, *arguments]
     run = launch.run_ranks(2, program, *command, "--head-groups", "1", "4", "--methods", "all", timeout=240)
     assert run.returncode == 0, run.stderr
-    assert "Error" not in run.stderr and "has received" not in run.stderr
+    assert "Error" not in run.stderr
     ((ranks, times),) = tables.runs(record.load(path)).items()
     assert ranks == (8 if arguments else 2, 2, transport)
     for way in ("ours", "ours, 1 group", "ours, 4 groups"):

@@ -260,7 +260,9 @@ def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, ca
 
 def test_errors_of_a_peer_with_a_softcap_are_against_attention_with_one(bench):
     class Capped(FakePeer):
-        logits = {"softcap": 0.5}
+        def __init__(self, case, inputs):
+            super().__init__(case, inputs)
+            self.logits = {"softcap": 0.5}
 
         def on_host(self):
             import accuracy

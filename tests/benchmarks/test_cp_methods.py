@@ -48,22 +48,6 @@ def layer_of(comm, case, method):
     return attention, plan, [out, *grads], tuple(np.diff(counts).tolist())
 
 
-@pytest.mark.parametrize(("size", "kv_heads"), [(2, 4), (4, 4), (4, 2)])
-@pytest.mark.parametrize("name", METHODS)
-def test_a_comm_counts_as_many_bytes_as_a_method_has_to_bring(name, size, kv_heads):
-    method, case = METHODS[name], Case("two", (37, 20, 5), 4, kv_heads, 16, 8)
-    if method.refusal(case, size):
-        assert size == 2 and method.two_levels
-        return
-
-    def fn(comm):
-        attention, plan, _, counted = layer_of(comm, case, method)
-        assert counted == cp_methods.traffic(method, case, plan, attention._keeps(plan))
-        return sum(counted)
-
-    assert sum(run_local(size, fn)) > 0
-
-
 def test_methods_that_cannot_work_say_why():
     mqa, odd = Case("mqa", (8,), 4, 1), Case("odd", (8,), 6, 3)
     assert not METHODS["a2a"].refusal(mqa, 4) and "1 kv heads" in METHODS["a2a+p2p"].refusal(mqa, 4)

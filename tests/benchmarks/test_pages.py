@@ -198,7 +198,7 @@ def test_training_steps_stand_by_size_and_beside_those_of_one_gpu():
     assert cells(parts, "small, 24 million")[0][0] == "2"
     one, two, graph = cells(parts, "1b, 993 million")
     assert one[:8] == ["1", "131,072", "none", "12.6", "11.4 to 1,234", "5,201", "-", "-"]
-    assert two[6:] == ["42 %", "0.50", "301", "1.2 %", "-", "2026-01-02"]
+    assert two[6:] == ["42 %", "0.50", "301", "1.2 %", "2026-01-02"]
     assert graph[2] == "local" and graph[8] == "-"
 
 

@@ -105,11 +105,6 @@ def test_rows_from_before_there_were_groups_are_of_all_ranks_and_make_room_for_n
     assert [row["mfu"] for row in record.load(file)] == ["0.5", "0.6"]
 
 
-def test_a_gpu_is_idle_between_the_spans_of_its_work():
-    assert bench_bytelm.gaps([(5, 6), (0, 2), (1, 3), (1, 2)]) == pytest.approx(2 / 6)
-    assert bench_bytelm.gaps([(7, 9)]) == 0
-
-
 @pytest.mark.parametrize("size", ["tiny", "tiny-hybrid"])
 def test_medians_of_measured_steps_are_those_of_their_marks(size):
     trainer = Trainer(Grid.of(thdattn.comm.init("single")), SIZES[size], "reference", "dual_chunk", 0)
