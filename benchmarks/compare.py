@@ -1,12 +1,14 @@
-"""Times the kernels of several source trees of this package, taking turns on one GPU in one run.
+"""Times the kernels of several source trees of this package, in turns on one GPU in one run.
 
     python benchmarks/compare.py --trees base=../base new=.
     python benchmarks/compare.py --trees base=../base new=. --cases 1x16384 4x4096 --directions backward
-    python benchmarks/compare.py --trees base=../base new=. --cases --errors 1x16384    nothing but the errors
 
-Every tree is a process of its own (compare_tree.py), as all are named thdattn. It is asked for one measurement at a
-time, while the others leave the GPU idle: calls in replayed CUDA graphs, on the same inputs. A ratio is the speed of a
-tree over that of the first, in the same round: median, and lowest to highest round.
+Each tree has a process of its own, because all packages are named thdattn. The process answers one question at a time,
+while the others leave the GPU idle: calls in replayed CUDA graphs, on the same inputs. A ratio is the speed of a tree
+over that of the first, in the same round: median, and lowest to highest round.
+
+A question is a line of JSON on stdin, {"do": METHOD, ...arguments}. The answer is a line on stdout: what the method of
+`Measure` returns, or {"error": TEXT}.
 """
 
 from __future__ import annotations
@@ -17,24 +19,33 @@ import os
 import select
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
+import cupy
 import tables
+import timing
+from peers import PEERS, Peer, draw_inputs, release_memory
 from workloads import CASES
+
+import thdattn
+from thdattn.jit import compiler
 
 DIRECTIONS = ("forward", "backward")
 WAYS = ("ours", "deterministic", "portable")
+SERVE = "--answer-questions"  # the process of a tree
 Samples = dict[str, list[float]]  # tree -> milliseconds, one per round
 Measured = dict[tuple[str, str, str], tuple[float, Samples]]  # (case, way, direction) -> (TFLOP of a call, samples)
 
 
 class Tree:
-    """The process of one source tree; it starts with the first question, and again after it failed."""
+    """Process of one source tree; it starts with the first question, and again after it failed."""
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], patience: float = 300) -> None:
         self.name = name
@@ -44,7 +55,7 @@ class Tree:
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Question and answer.
+        """Send a question and return the answer.
 
         Raises:
             RuntimeError: the tree could not do it, died, or did not answer in time.
@@ -53,7 +64,7 @@ class Tree:
         return self.receive()
 
     def send(self, do: str, **arguments: Any) -> None:
-        """Asks without waiting for the answer."""
+        """Send a question without waiting for the answer."""
         if self.process is None:
             self.process = subprocess.Popen(
                 self.command, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -63,7 +74,7 @@ class Tree:
             print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """The answer to what was sent last."""
+        """Return the answer to the last question."""
         assert self.process is not None and self.process.stdout is not None
         heard, _, _ = select.select([self.process.stdout], [], [], self.patience)
         line = self.process.stdout.readline() if heard else ""
@@ -77,15 +88,73 @@ class Tree:
         return answer
 
     def close(self) -> None:
-        """Ends the process, whatever it is at."""
+        """Kill the process."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
             self.process = None
 
 
+class Measure:
+    """Case that is measured in the process of a tree, and the graph that is replayed."""
+
+    peer: Peer | None = None
+    measured = ("", "")  # case and way of `peer`
+    replay: Callable[[], list[float]] | None = None
+
+    def about(self) -> dict[str, str]:
+        """Return the folder of the package and the hash of its kernels."""
+        return {"package": str(Path(thdattn.__file__).parent), "kernel_sources": compiler.source_hash()}
+
+    def prepare(self, case: str, way: str, direction: str) -> dict[str, float]:
+        """Compile and call the kernels; return rough milliseconds and TFLOP of a call."""
+        self.replay = None  # no graph may be alive when memory is released
+        if self.measured != (case, way):
+            self.peer, self.measured = None, ("", "")
+            release_memory()
+            self.peer = PEERS[way](CASES[case], draw_inputs(CASES[case]))
+            self.measured = case, way
+            self.peer.forward()
+        call = getattr(self.peer, direction)
+        call()
+        return {"ms": median(timing.called(call, 3)), "tflop": getattr(CASES[case].flops, direction) / 1e12}
+
+    def capture(self, direction: str, ms: float) -> dict[str, int]:
+        """Capture the graph that `time` replays, of as many calls of `ms` milliseconds as make a group."""
+        assert self.peer is not None
+        calls = timing.calls_per_graph(timing.calls_per_group(ms))
+        self.replay = partial(timing.replayed, self.peer.capture(getattr(self.peer, direction), calls), calls)
+        return {"calls": calls}
+
+    def time(self) -> dict[str, list[float]]:
+        """Return milliseconds of a call in the captured graph, on a rested GPU."""
+        assert self.replay is not None
+        time.sleep(timing.REST)
+        return {"ms": self.replay()}
+
+
+def serve(measure: Any, questions: TextIO, answers: TextIO) -> None:
+    """Answer until there are no more questions; an error is an answer too."""
+    for line in questions:
+        question = json.loads(line)
+        try:
+            answer = getattr(measure, question.pop("do"))(**question)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def answer_questions() -> None:
+    """Serve the questions of stdin on stdout; what a library prints goes to stderr."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with cupy.cuda.Stream(non_blocking=True):  # the default stream cannot be captured
+        serve(Measure(), sys.stdin, answers)
+
+
 def race(trees: Sequence[Tree], rounds: int, case: str, way: str, direction: str) -> tuple[float, Samples]:
-    """(TFLOP of a call, a time per round of every tree that has one); who begins changes from round to round."""
+    """Return the TFLOP of a call and a time per round of every tree that has one; the first tree changes each round."""
     what = f"{case} {way} {direction}"
     for tree in trees:
         tree.send("prepare", case=case, way=way, direction=direction)  # all compile at once
@@ -103,7 +172,7 @@ def race(trees: Sequence[Tree], rounds: int, case: str, way: str, direction: str
 
 
 def answers(trees: Sequence[Tree], what: str, ask: Callable[[Tree], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What each tree answers, by name; one that could not is left out, and stderr says why."""
+    """Return the answer of each tree by name; leave out trees that fail, and write the reason to stderr."""
     found = {}
     for tree in trees:
         try:
@@ -114,7 +183,7 @@ def answers(trees: Sequence[Tree], what: str, ask: Callable[[Tree], dict[str, An
 
 
 def row(names: Sequence[str], tflop: float, samples: Samples) -> list[str]:
-    """Cells of one measurement: TFLOP/s of every tree, then the ratio of every tree but the first."""
+    """Return the cells of one measurement: TFLOP/s of every tree, then the ratio of every tree but the first."""
     speeds = [f"{tflop / median(samples[name]) * 1e3:.1f}" if name in samples else "-" for name in names]
     return speeds + [
         spread([base / ms for base, ms in zip(samples[names[0]], samples[name], strict=True)])
@@ -124,12 +193,12 @@ def row(names: Sequence[str], tflop: float, samples: Samples) -> list[str]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, lowest and highest."""
+    """Format median, lowest and highest."""
     return f"{median(values):.3f} ({min(values):.3f}..{max(values):.3f})"
 
 
 def table(names: Sequence[str], measured: Measured) -> str:
-    """All measurements, and last the lowest ratio of each tree."""
+    """Make the table of all measurements; its last line has the lowest ratio of each tree."""
     lines = [["case", "direction", *(f"{name} TFLOP/s" for name in names), *(f"{x}/{names[0]}" for x in names[1:])]]
     for (case, way, direction), (tflop, samples) in measured.items():
         lines.append([case if way == "ours" else f"{case} {way}", direction, *row(names, tflop, samples)])
@@ -140,23 +209,13 @@ def table(names: Sequence[str], measured: Measured) -> str:
     return tables.table(lines[0], [*lines[1:], worst])
 
 
-def error_table(trees: Sequence[Tree], cases: Sequence[str], ways: Sequence[str]) -> str:
-    """Relative RMS and largest error of every result, of every tree, on small versions of cases."""
-    lines = [["small case", "tree", "out", "dq", "dk", "dv"]]
-    for case in cases:
-        for way in ways:
-            ask = partial(Tree.ask, do="errors", case=case, way=way)
-            for name, errors in answers(trees, f"errors of {case} {way}", ask).items():
-                cells = [f"{rms:.3e} max {largest:.2e}" for rms, largest in errors.values()]
-                lines.append([case if way == "ours" else f"{case} {way}", name, *cells])
-    return tables.table(lines[0], lines[1:])
-
-
 def main() -> int:
+    if sys.argv[1:] == [SERVE]:
+        answer_questions()
+        return 0
     args = parse_arguments()
-    script = Path(__file__).with_name("compare_tree.py")
     trees = [
-        Tree(name, [sys.executable, str(script)], os.environ | {"PYTHONPATH": os.pathsep.join(
+        Tree(name, [sys.executable, __file__, SERVE], os.environ | {"PYTHONPATH": os.pathsep.join(
             filter(None, [str(folder), os.environ.get("PYTHONPATH")]))})
         for name, folder in args.trees
     ]  # fmt: skip
@@ -168,8 +227,6 @@ def main() -> int:
             if Path(about["package"]) != folder / "thdattn":
                 raise RuntimeError(f"tree {tree.name!r} imports {about['package']}, wanted {folder / 'thdattn'}")
             print(f"{tree.name}: {folder}, kernel sources {about['kernel_sources']}", flush=True)
-        if args.errors:
-            print(error_table(trees, args.errors, args.ways), flush=True)
         for case in args.cases:
             for way in args.ways:
                 for direction in args.directions:
@@ -192,8 +249,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="both by default")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:1], help="ours by default")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every tree, 5 by default")
-    parser.add_argument("--errors", nargs="+", choices=CASES, default=[], metavar="CASE",
-                        help="also the errors against float64, on small versions of these cases")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds is {args.rounds}, wanted >= 1")
@@ -203,7 +258,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def named_folder(text: str) -> tuple[str, Path]:
-    """NAME=PATH to the name and the folder that holds the package."""
+    """Parse NAME=PATH to the name and the folder that holds the package."""
     name, _, path = text.partition("=")
     for folder in (Path(path).resolve(), Path(path).resolve() / "src"):
         if name and path and (folder / "thdattn" / "__init__.py").exists():
