@@ -1,6 +1,6 @@
-"""How far results are from float64: the answer on a small version of a case, and two numbers for each result.
+"""Errors against float64: the right results of a small version of a case, and two numbers for each result.
 
-The relative root mean square (RMS) shows what every element pays, a second rounding for one; the largest error shows
+The relative root mean square (RMS) shows what every element pays, such as a second rounding. The largest error shows
 the element that pays most.
 """
 
@@ -22,22 +22,22 @@ Array = NDArray[np.float64]
 
 
 class Error(NamedTuple):
-    """rms: of the differences, over that of the right values. largest: difference."""
+    """Relative RMS of the differences, over that of the right values, and the largest difference."""
 
     rms: float
     largest: float
 
     @property
     def columns(self) -> dict[str, str]:
-        """What a row of a record says of it."""
+        """Return the columns of a record."""
         return {"rms": f"{self.rms:.4e}", "largest": f"{self.largest:.4e}"}
 
 
 def small(case: Case) -> Case:
-    """A case with the same widths, mask and heads per kv head that float64 computes in milliseconds.
+    """Return a case with the same widths, mask and heads per kv head that float64 computes in milliseconds.
 
-    Lengths are scaled until the longest four together fit the rows, and then taken in order while there is room. So are
-    those of keys, with their queries.
+    It scales lengths until the longest four fit the rows together, and takes them in order while there is room. Lengths
+    of keys are scaled and taken with their queries.
     """
     sides = case.keys or case.lengths
     scale = min(1.0, ROWS / sum(sorted(sides)[-LONGEST:]))
@@ -55,13 +55,14 @@ def small(case: Case) -> Case:
 
 
 def exact(case: Case, inputs: Sequence[Any], xp: Any, softcap: float = 0.0, sinks: Any = None) -> list[Array]:
-    """out, dq, dk and dv in float64 on the host, from the rule on positions, one sequence at a time.
+    """Compute out, dq, dk and dv in float64, from the rule on positions, one sequence at a time; return them on the
+    host.
 
     Args:
         inputs: q, k, v, dout on the host, (rows, heads, width), in the dtype that the kernels get.
         xp: cupy or numpy, which computes.
         softcap: 0 is none.
-        sinks: (query heads,), of xp; None: none.
+        sinks: (query heads,), array of xp; None: no sinks.
     """
     q, k, v, dout = (xp.asarray(x.astype(np.float64)) for x in inputs)
     results = [xp.empty_like(x) for x in (dout, q, k, v)]
@@ -110,11 +111,11 @@ def _one_sequence(
 
 
 def errors(found: Sequence[NDArray[Any]], wanted: Sequence[Array]) -> dict[str, Error]:
-    """The errors of out, dq, dk, dv; NaN where the result has one.
+    """Return the errors of out, dq, dk, dv; NaN where the result has one.
 
     Args:
-        found: on the host, in any float dtype.
-        wanted: from `exact`.
+        found: results on the host, in any float dtype.
+        wanted: results of `exact`.
     """
     made = {}
     for name, x, right in zip(RESULTS, found, wanted, strict=True):

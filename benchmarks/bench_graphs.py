@@ -3,9 +3,9 @@
     python benchmarks/bench_graphs.py
     mpiexec -n 2 python -m mpi4py benchmarks/bench_graphs.py
 
-A time is that of a call as a program makes it, between events on the GPU, so that a slow host shows; of several ranks
-it is the slowest one's. Padding holds finite numbers, as in a model, so that no way copies inputs without it. Every run
-replaces the rows of its GPU and number of ranks in results/graphs_GPU.csv. The ways:
+Times are between events on the GPU, of calls as a program makes them, so that a slow host shows; of several ranks the
+slowest counts. Padding holds finite numbers, as in a model, so that no way copies inputs without it. A run replaces the
+rows of its GPU and number of ranks in results/graphs_GPU.csv. The ways:
 
 eager           kernel by kernel, with a plan of exactly this pack made on the host
 eager_static    kernel by kernel, with the plan of a static pack, whose lengths only the GPU knows
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def cases(names: Sequence[str]) -> Iterator[Case]:
-    """Every pack in every head layout."""
+    """Yield every pack in every head layout."""
     for name in names:
         for heads, kv_heads in HEADS:
             yield Case(name, (SHORT | LONG)[name], heads, kv_heads)
@@ -75,14 +75,14 @@ def cases(names: Sequence[str]) -> Iterator[Case]:
 
 
 class Layer:
-    """One attention layer on this rank's rows of a case.
+    """Attention layer on this rank's rows of a case.
 
     Attributes:
-        computes: the attention, or whatever has its forward and backward.
-        batch: the pack, with the rows of ROWS; padded to what the sharding needs, for several ranks.
-        columns, flops: what a row of a record says of it, and operations; None: a speed makes no sense.
-        given, dout: what forward and backward take, on this rank's rows.
-        gradients: names of those that are checked.
+        computes: the attention, or another object with forward and backward.
+        batch: the pack with the rows of ROWS, and with the padding that several ranks need.
+        columns, flops: columns of a record, and operations; None: a speed makes no sense.
+        given, dout: arguments of forward and backward, on this rank's rows.
+        gradients: names of the gradients that are checked.
     """
 
     gradients: tuple[str, ...] = ("dq", "dk", "dv")
@@ -101,18 +101,18 @@ class Layer:
         self.exact = computes.plan(self.batch, finite_padding=True)
 
     def pack(self, graphs: Graphs) -> StaticPack:
-        """A static pack of just so many rows, with the batch loaded."""
+        """Make a static pack of just so many rows, with the batch loaded."""
         pack = StaticPack(graphs, [self.computes], self.batch.total_rows, like=self.batch, finite_padding=True)
         pack.load([self.batch])
         return pack
 
     def both(self, given: Sequence[Any], dout: Any, plan: thdattn.Plan) -> Any:
-        """The gradients."""
+        """Return the gradients."""
         _, saved = self.computes.forward(*given, plan)
         return self.computes.backward(dout, saved)
 
     def ways(self, graphs: Graphs) -> dict[str, Callable[[], Any]]:
-        """What is compared; each way returns the gradients."""
+        """Return the ways that are compared; each returns the gradients."""
         (static,) = self.pack(graphs).plans()
         owned = graphs.captured(lambda: (self.given, self.dout), "inputs")
         for _ in range(2):
@@ -136,7 +136,7 @@ class Layer:
 
 
 class MixerLayer(Layer):
-    """The same of a Mamba-2 mixer, whose weights are arguments too."""
+    """Mamba-2 mixer on this rank's rows of a case; its weights are arguments too."""
 
     gradients = ("dzxbcdt",)
 
@@ -149,7 +149,7 @@ class MixerLayer(Layer):
 
 
 def copies(x: Any) -> Any:
-    """An array, or a tuple of weights, elsewhere."""
+    """Copy an array, or each of a tuple of weights."""
     return type(x)(*(each.copy() for each in x)) if isinstance(x, tuple) else x.copy()
 
 
@@ -158,7 +158,7 @@ def new_graphs(comm: thdattn.comm.Comm, slots: int | None = None) -> Graphs:
 
 
 def layer_rows(comm: thdattn.comm.Comm, layer: Layer, rounds: int) -> Iterator[record.Row]:
-    """A row per way of one layer."""
+    """Yield a row for each way of one layer."""
     with new_graphs(comm) as graphs:
         ways = layer.ways(graphs)
         wanted = ways["eager"]()
@@ -171,7 +171,7 @@ def layer_rows(comm: thdattn.comm.Comm, layer: Layer, rounds: int) -> Iterator[r
 
 
 def check(layer: Layer, way: str, found: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """A look at the results, of which bfloat16 is the upper half of float32: garbage is not timed."""
+    """Compare gradients with eager's, bfloat16 as the upper half of float32: wrong results are not timed."""
     for name, x, y in zip(layer.gradients, found, wanted, strict=False):
         x, y = ((z.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32) for z in (x, y))
         error = float(cupy.sqrt(((x - y) ** 2).sum() / (y**2).sum()))
@@ -181,7 +181,7 @@ def check(layer: Layer, way: str, found: Sequence[Any], wanted: Sequence[Any]) -
 
 
 def slot_rows(comm: thdattn.comm.Comm, rounds: int) -> Iterator[record.Row]:
-    """16 documents in packs with room for few and for many, planned, forward and backward in one graph."""
+    """Time 16 documents in graphs with few and with many slots: plan, forward and backward in one graph."""
     case = Case("16x1024", (1_024,) * 16, 8, 8)
     layer = Layer(comm, case)
     with ExitStack() as stack:
@@ -201,7 +201,7 @@ def planned_step(layer: Layer, pack: StaticPack, given: Sequence[Any], dout: Any
 
 
 def refresh_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[record.Row]:
-    """A static pack's lengths: the host's time to load them, and the plan that follows, eagerly and as a graph."""
+    """Time the refresh of a static pack's lengths: load on the host, and the plan, called and as a graph."""
     case = Case(name, (SHORT | LONG)[name], 8, 8)
     layer = Layer(comm, case)
     with new_graphs(comm) as graphs:

@@ -1,14 +1,14 @@
-"""Times the row moves between rank order and sequence order beside a copy, torch.index_select, and take with a mask.
+"""Times moves of rows between rank order and sequence order beside a copy, torch.index_select, and take with a mask.
 
     python benchmarks/bench_reorder.py
 
-Buffers as around the collectives: bfloat16 k and v to sequence order, float32 dk and dv to rank order. GB/s counts
-bytes read plus bytes written; the index is not counted. The ways:
+Buffers are those around the collectives: bfloat16 k and v to sequence order, float32 dk and dv to rank order. GB/s
+count bytes read and written, without the index. The ways:
 
 move      thd_reorder, both arrays in one launch
-copy      a plain device-to-device copy of as many bytes
-select    torch.index_select of each array; where PyTorch is missing, its columns are empty
-take      CuPy's take, and a product with a mask that makes rows of fillers 0
+copy      a plain copy on the device, of as many bytes
+select    torch.index_select of each array; its columns are empty without PyTorch
+take      CuPy's take, and a product with a mask that makes padding rows 0
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
-    """Both directions of one pack; all ways take turns."""
+    """Time both directions of one pack; all ways take turns."""
     plan = rank_zero_plan(thdattn.Sharding(thdattn.PackedBatch.from_lengths(PACKS[pack]), cp_size))
     order = plan.rank_order
     inverse = cupy.argsort(order).astype(order.dtype)  # these packs have no fillers
@@ -82,7 +82,7 @@ def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
 def row_of(
     pack: str, cp_size: int, direction: str, sources: Sequence[Any], times: Mapping[str, Sequence[float]]
 ) -> record.Row:
-    """The columns of all ways; "ratio" is of the move's speed and the copy's, "over_select" of it and torch's."""
+    """Return the columns of all ways; "ratio" is the speed of the move over the copy's, "over_select" over torch's."""
     num_bytes = 2 * sum(x.nbytes for x in sources)
     ms = {name: median(samples) for name, samples in times.items()}
     row = {"case": pack, "cp_size": str(cp_size), "direction": direction, "dtype": np.dtype(sources[0].dtype).name,
@@ -98,14 +98,14 @@ def row_of(
 
 
 def rank_zero_plan(sharding: thdattn.Sharding) -> thdattn.Plan:
-    """The plan of rank 0, without the other ranks: the moves of all ranks are the same."""
+    """Make the plan of rank 0 without the other ranks: the moves of all ranks are the same."""
     window, tiles = (-1, 0), (64, 64)
     arrays = cuda.plan_arrays(sharding, 0, window, tiles)
     return thdattn.Plan(sharding, 0, window, (WIDTH, WIDTH), tiles, arrays, cuda)
 
 
 def check(direction: str, sources: list[Any], moved: tuple[Any, Any], plan: thdattn.Plan) -> None:
-    """Raises RuntimeError unless every row was moved; a wrong kernel must not be timed."""
+    """Raise RuntimeError unless every row was moved: wrong results are not timed."""
     for source, result in zip(sources, moved, strict=True):
         here, there = (source, result) if direction == "to_rank_order" else (result, source)
         if not bool((here.view(np.int16)[plan.rank_order] == there.view(np.int16)).all()):
@@ -113,7 +113,7 @@ def check(direction: str, sources: list[Any], moved: tuple[Any, Any], plan: thda
 
 
 def take(sources: Sequence[Any], index: Any) -> list[Any]:
-    """Row index[t] of each array at t, as arrays without a kernel for it do."""
+    """Put row index[t] of each array at t, as array libraries do without a kernel for it."""
     moved = []
     for x in sources:
         words = cupy.take(x.view(f"u{x.itemsize}"), cupy.maximum(index, 0), 0)
@@ -123,7 +123,7 @@ def take(sources: Sequence[Any], index: Any) -> list[Any]:
 
 
 def selecting(sources: Sequence[Any], index: Any) -> Callable[[], object]:
-    """What calls torch.index_select on each array, on the current stream."""
+    """Return a function that calls torch.index_select on each array, on the current stream."""
     import torch
     from peers import tensor
 

@@ -1,6 +1,6 @@
-"""Who is timed: this package and other implementations of packed attention, on the same inputs and the same stream.
+"""Peers: this package and other implementations of packed attention, on the same inputs and the same stream.
 
-A peer is told apart from ours by how it is called, never by how it is timed. Only what a peer needs is imported.
+Peers differ in how they are called, never in how they are timed. A peer's package is imported when the peer is made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
 
 def draw_inputs(case: Case, num_rows: int | None = None) -> Inputs:
-    """The inputs of a case, or of so many rows of it and as many keys, the same in every run."""
+    """Return the inputs of a case, or of `num_rows` rows and keys, the same in every run."""
     layout = Inputs(
         q=(case.heads, case.head_dim),
         k=(case.kv_heads, case.head_dim),
@@ -57,7 +57,7 @@ def draw_inputs(case: Case, num_rows: int | None = None) -> Inputs:
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: DTypeLike = ml_dtypes.bfloat16) -> Any:
-    """Standard normal numbers on the GPU; drawing all of a large array on the host would outlast its timing."""
+    """Return standard normal numbers on the GPU; drawing all of a large array on the host would take too long."""
     size = int(np.prod(shape))
     numbers = _numbers(seed, np.dtype(dtype))
     return cupy.tile(numbers, -(-size // numbers.size))[:size].reshape(shape)
@@ -70,9 +70,9 @@ def _numbers(seed: int, dtype: np.dtype[Any]) -> Any:
 
 
 def release_memory() -> None:
-    """Gives the free memory of CuPy's and torch's pools back, as either would otherwise starve the other.
+    """Return the free memory of CuPy's and torch's pools to the GPU, because either would starve the other.
 
-    NOTE: no captured graph may be alive: its work arrays can lie in the free memory of CuPy's pool.
+    NOTE: no captured graph may be alive: its work arrays can be in the free memory of CuPy's pool.
     """
     gc.collect()
     cupy.get_default_memory_pool().free_all_blocks()
@@ -81,7 +81,7 @@ def release_memory() -> None:
 
 
 class Peer(ABC):
-    """A layer over one case; it keeps the results of the last calls, and backward follows the last forward.
+    """Layer over one case; it keeps the results of the last calls, and backward follows the last forward.
 
     logits: softcap and sinks of accuracy.exact, where the layer has them.
     """
@@ -91,7 +91,7 @@ class Peer(ABC):
     @classmethod
     @abstractmethod
     def version(cls) -> str:
-        """The version of the implementation; raises where it cannot be imported."""
+        """Return the version of the implementation; raise where it cannot be imported."""
 
     @abstractmethod
     def __init__(self, case: Any, inputs: Any) -> None: ...
@@ -104,23 +104,23 @@ class Peer(ABC):
 
     @abstractmethod
     def capture(self, call: Callable[[], None], calls: int) -> Callable[[], object]:
-        """A CUDA graph of so many calls of `forward` or `backward`; returns what replays it."""
+        """Capture a CUDA graph of so many calls of `forward` or `backward`; return the function that replays it."""
 
     @abstractmethod
     def results(self) -> Sequence[Any]:
-        """out and, after a backward, gradients: of attention dq, dk, dv, (rows, heads, width) in sequence order."""
+        """Return out and, after a backward, gradients: of attention dq, dk, dv, (rows, heads, width)."""
 
     @abstractmethod
     def on_host(self) -> list[NDArray[Any]]:
-        """The results as NumPy arrays."""
+        """Return the results as NumPy arrays."""
 
     def kernels(self, direction: str) -> str:
-        """The names of the attention kernels of a direction, where they are known."""
+        """Return the names of the attention kernels of a direction, where they are known."""
         return ""
 
 
 class CupyPeer(Peer):
-    """One whose results are CuPy arrays."""
+    """Peer whose results are CuPy arrays."""
 
     def capture(self, call: Callable[[], None], calls: int) -> Callable[[], object]:
         stream = cupy.cuda.get_current_stream()
@@ -137,7 +137,7 @@ class CupyPeer(Peer):
 
 
 def _on_host(x: Any) -> NDArray[Any]:
-    """bfloat16 as int16, as CuPy copies not every dtype from an array of any strides."""
+    """Copy to the host; bfloat16 as int16, because CuPy does not copy strided arrays of every dtype."""
     copy: NDArray[Any] = x.view(np.int16).get().view(x.dtype) if x.dtype == BFLOAT16 else x.get()
     return copy
 
@@ -145,7 +145,7 @@ def _on_host(x: Any) -> NDArray[Any]:
 class Ours(CupyPeer):
     """CPAttention on one rank.
 
-    options: of CPAttention; of attention with sinks, they are 0.
+    options: further options of CPAttention; sinks are 0.
     """
 
     options: ClassVar[dict[str, Any]] = {}
@@ -175,7 +175,7 @@ class Ours(CupyPeer):
             self._names[direction] = " ".join(sorted(name for name in names if name.startswith("thd_attn")))
 
     def made_plan(self) -> thdattn.Plan:
-        """The plan of all that is timed."""
+        """Make the plan of all calls that are timed."""
         return self.attn.plan(self.batch, "contiguous", key_batch=self.key_batch)
 
     def kernels(self, direction: str) -> str:
@@ -186,7 +186,7 @@ class Ours(CupyPeer):
         self.out, self.saved = self.attn.forward(q, k, v, self.plan, sinks=self.sinks)
 
     def varlen_attention(self) -> None:
-        """The forward as one call, which finds its plan by the content of the lengths."""
+        """Call the forward as varlen_attention, which finds its plan by the content of the lengths."""
         (q, k, v, _), attn, queries = self.inputs, self.attn, self.batch.cu_seqlens
         keys = queries if self.key_batch is None else self.key_batch.cu_seqlens
         thdattn.varlen_attention(q, k, v, queries, keys, causal=attn.causal, window_size=attn.window)
@@ -199,7 +199,7 @@ class Ours(CupyPeer):
 
 
 def on_device(batch: thdattn.PackedBatch) -> thdattn.PackedBatch:
-    """The same batch with its lengths on the GPU."""
+    """Return the batch with its lengths on the GPU."""
     return thdattn.PackedBatch(cupy.asarray(batch.cu_seqlens), total_rows=batch.total_rows)
 
 
@@ -209,7 +209,7 @@ def with_options(**options: Any) -> type[Ours]:
 
 
 class GpuLengths(Ours):
-    """The same with lengths that only the GPU knows, as where a CUDA graph plans anew at each replay."""
+    """CPAttention with lengths that only the GPU knows, as where a CUDA graph plans anew at each replay."""
 
     def made_plan(self) -> thdattn.Plan:
         return self.attn.plan(self.batch_on_device, "contiguous", key_batch=self.key_batch_on_device,
@@ -217,7 +217,7 @@ class GpuLengths(Ours):
 
 
 class Portable(Ours):
-    """The same with the portable kernels, which GPUs with kernels of their own do not use."""
+    """CPAttention with the portable kernels on a GPU that has kernels of its own."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         launch: Any = getattr(cuda, "launch", cuda)  # a tree that compare.py times may have one module for all of ops
@@ -227,9 +227,9 @@ class Portable(Ours):
 
 
 class TorchPeer(Peer):
-    """A peer on torch tensors that share memory with the inputs; its backward is autograd's.
+    """Peer on torch tensors that share memory with the inputs; its backward is autograd's.
 
-    names: of the first of its results, which have to be those of ours.
+    names: of the first results, which are compared with ours.
     """
 
     names: tuple[str, ...]
@@ -246,7 +246,7 @@ class TorchPeer(Peer):
 
     @abstractmethod
     def call(self, *leaves: Any) -> Any:
-        """out of one forward call."""
+        """Call forward once and return out."""
 
     def forward(self) -> None:
         self.out = self.call(*self.leaves)
@@ -269,12 +269,12 @@ class TorchPeer(Peer):
         return [x.float().cpu().numpy() for x in self.results()]
 
     def check(self, wanted: Sequence[Any]) -> None:
-        """Raises ValueError where the results are not those of ours (CuPy arrays) within bfloat16."""
+        """Raise ValueError where the results are not those of ours (CuPy arrays) within bfloat16."""
         check(self.results(), wanted, self.names)
 
 
 class TorchAttention(TorchPeer):
-    """Attention over one case."""
+    """Attention of torch tensors over one case."""
 
     names = RESULTS
 
@@ -288,11 +288,11 @@ class TorchAttention(TorchPeer):
         self.cu_seqlens, self.cu_seqlens_k = (torch.from_dlpack(cupy.asarray(x.cu_seqlens)) for x in batches)
 
     def laid_out(self, x: Any) -> Any:
-        """A packed tensor (rows, heads, width) as this peer takes it, without a copy."""
+        """Return a packed tensor (rows, heads, width) as this peer takes it, without a copy."""
         return x
 
     def packed(self, x: Any) -> Any:
-        """Inverse of laid_out."""
+        """Invert laid_out."""
         return x
 
     def results(self) -> Sequence[Any]:
@@ -324,7 +324,7 @@ class FlashAttention4(TorchAttention):
 
 
 class TorchVarlen(TorchAttention):
-    """torch.nn.attention.varlen: FlashAttention-2. Releases differ in how the mask is said."""
+    """torch.nn.attention.varlen: FlashAttention-2. Releases differ in the arguments for the mask."""
 
     @classmethod
     def version(cls) -> str:
@@ -424,7 +424,7 @@ class DenseFlash4(FlashAttention4):
 
 
 def check(results: Sequence[Any], wanted: Sequence[Any], names: Sequence[str] = RESULTS) -> None:
-    """Raises ValueError where results of a peer (tensors) are not those of ours (CuPy arrays) within bfloat16."""
+    """Raise ValueError where results of a peer (tensors) are not those of ours (CuPy arrays) within bfloat16."""
     for name, found, ours in zip(names, results, map(tensor, wanted), strict=False):
         reference = ours.float()
         error = found.float() - reference
@@ -438,7 +438,7 @@ def check(results: Sequence[Any], wanted: Sequence[Any], names: Sequence[str] = 
 
 
 def tensor(x: Any) -> Any:
-    """A CuPy array as a torch tensor over the same memory; bfloat16 as int16, since not every CuPy exports it."""
+    """Return a CuPy array as a torch tensor of the same memory; bfloat16 as int16, which every CuPy exports."""
     import torch
 
     return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BFLOAT16 else torch.from_dlpack(x)

@@ -28,7 +28,7 @@ ORDER = (*OWN, "fa4", "varlen", "cudnn")  # of peers in tables and plots, whiche
 
 
 def provenance(ranks: int = 1) -> Row:
-    """The first columns of every row: when, on what, of which kernels, and by which command."""
+    """Return the first columns of a row: date, GPU, driver, CUDA, kernel sources and command."""
     import cupy
 
     from thdattn.cli import info
@@ -46,19 +46,19 @@ def provenance(ranks: int = 1) -> Row:
 
 
 def _what(options: Sequence[str]) -> list[str]:
-    """Options that say what is measured, without the file to write to."""
+    """Drop --out from options, which does not say what is measured."""
     at = next((i for i, option in enumerate(options) if option == "--out"), len(options))
     return [option for option in (*options[:at], *options[at + 2 :]) if not option.startswith("--out=")]
 
 
 def results_file(kind: str, gpu: str) -> Path:
-    """Where rows of one kind of benchmark on one kind of GPU are kept."""
+    """Return the CSV file of one kind of benchmark on one GPU."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     return RESULTS / f"{kind}_{slug}.csv"
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a CSV file; none where there is no file."""
+    """Read the rows of a CSV file; none where there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -66,9 +66,9 @@ def load(path: Path) -> list[Row]:
 
 
 def save(path: Path, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:
-    """Adds rows to a CSV file, in place of those that agree with them in the columns of `key`; returns all rows.
+    """Add rows to a CSV file, in place of rows that agree with them in the columns of `key`; return all rows.
 
-    Older rows are empty in columns that there were not yet.
+    Older rows are empty in new columns.
     """
     made = {tuple(row[column] for column in key) for row in rows}
     older = [row for row in load(path) if tuple(row.get(column, "") for column in key) not in made]
@@ -83,7 +83,7 @@ def save(path: Path, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float]:
-    """The 10th and the 90th percentile; of fewer than ten samples, the lowest and the highest."""
+    """Return the 10th and the 90th percentile; of fewer than ten samples, the lowest and the highest."""
     if len(samples) < 10:
         return min(samples), max(samples)
     low, *_, high = quantiles(samples, n=10)
@@ -91,11 +91,11 @@ def spread(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def timed(samples: Sequence[float], flops: float | None = None) -> Row:
-    """The columns of a measured time.
+    """Return the columns of a measured time.
 
     Args:
         samples: milliseconds.
-        flops: of what was timed, where a speed makes sense.
+        flops: operations, where a speed makes sense.
     """
     ms, (low, high) = median(samples), spread(samples)
     return {
@@ -105,7 +105,7 @@ def timed(samples: Sequence[float], flops: float | None = None) -> Row:
 
 
 class Times:
-    """Rows of attention measurements, asked by (case, peer, direction, timing)."""
+    """Rows that are found by (case, peer, direction, timing)."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._rows = {tuple(row[c] for c in ("case", "peer", "direction", "timing")): row for row in rows}
@@ -114,11 +114,11 @@ class Times:
         self.peers = sorted(found, key=lambda peer: ORDER.index(peer) if peer in ORDER else len(ORDER))
 
     def text(self, column: str, *key: str) -> str:
-        """A column, blank where there is none."""
+        """Return a column; "" where there is none."""
         return self._rows.get(key, {}).get(column) or ""
 
     def value(self, column: str, *key: str) -> float:
-        """A number of a column; NaN where there is none."""
+        """Return a number of a column; NaN where there is none."""
         return float(self.text(column, *key) or math.nan)
 
     def both(self, column: str, case: str, peer: str, timing: str) -> list[float]:

@@ -1,6 +1,6 @@
 """GPU times from CUDA events, in milliseconds: of calls as a user makes them, and of the GPU's work alone.
 
-Everything runs on CuPy's current stream. Of several ranks, times are the slowest one's.
+All calls run on CuPy's current stream. Of several ranks, times are those of the slowest.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ HOST_CALLS = 20
 
 
 def calls_per_group(ms: float) -> int:
-    """How many calls of so many milliseconds make a group."""
+    """Return how many calls of so many milliseconds make a group."""
     return max(1, min(MAX_CALLS, round(GROUP_MS / max(ms, 1e-3))))
 
 
 def calls_per_graph(calls: int) -> int:
-    """How many calls a captured graph holds: all its replays last as long as a group of so many `calls`.
+    """Return how many calls a graph holds, so that all its replays last as long as a group of `calls`.
 
-    So both timings look at the same time behind a rest, in which a GPU may come to its power limit.
+    So both timings look at the same time after a rest, in which a GPU may come to its power limit.
     """
     return -(-calls // (1 + REPLAYS))
 
 
 def called(call: Call, calls: int) -> list[float]:
-    """Times of calls made back to back on an idle GPU; where the host is slower than the GPU, its time shows."""
+    """Time calls made back to back on an idle GPU; where the host is slower than the GPU, its time shows."""
     return [ms for (ms,) in stepped([call], calls)]
 
 
 def stepped(steps: Sequence[Call], calls: int) -> list[list[float]]:
-    """The same of steps that follow each other; of every call, the times of all steps."""
+    """Time steps that follow each other; return the times of all steps, for each call."""
     stream = cupy.cuda.get_current_stream()
     events = [[cupy.cuda.Event() for _ in range(len(steps) + 1)] for _ in range(calls)]
     stream.synchronize()
@@ -62,7 +62,7 @@ def stepped(steps: Sequence[Call], calls: int) -> list[list[float]]:
 
 
 def replayed(replay: Call, calls: int) -> list[float]:
-    """Times of one of the `calls` calls in a captured graph; a replay before hides the graph's own launch."""
+    """Time one of the `calls` calls in a captured graph; a replay before hides the launch of the graph."""
     stream = cupy.cuda.get_current_stream()
     stream.synchronize()
     replay()
@@ -75,7 +75,7 @@ def replayed(replay: Call, calls: int) -> list[float]:
 
 
 def sustained(replay: Call, calls: int) -> list[float]:
-    """Times of one of the `calls` calls in a graph that is replayed for SUSTAINED seconds without rest.
+    """Time one of the `calls` calls in a graph that is replayed for SUSTAINED seconds without rest.
 
     The first quarter, in which the GPU comes to its power limit, does not count.
     """
@@ -106,12 +106,12 @@ def interleaved(
     groups: Mapping[Name, Callable[[], list[Sample]]], rounds: int,
     guard: Callable[[Name], AbstractContextManager[object]],
 ) -> dict[Name, list[Sample]]:
-    """Samples of groups that take turns, each on a rested GPU, so that none pays for what ran before it.
+    """Run groups in turns, each on a rested GPU, and return their samples.
 
     Args:
-        groups: name -> what times one group of calls.
+        groups: name -> function that times one group of calls.
         rounds: turns of every group.
-        guard: name -> a context that may swallow the error of a group; a group that never succeeded has no samples.
+        guard: name -> context that may swallow the error of a group; a group that never succeeded has no samples.
     """
     samples: dict[Name, list[Sample]] = {name: [] for name in groups}
     for _ in range(rounds):
@@ -123,7 +123,7 @@ def interleaved(
 
 
 def race(comm: thdattn.comm.Comm, ways: Mapping[Name, Call], rounds: int) -> dict[Name, list[float]]:
-    """Times of ways that take turns, called on all ranks at once."""
+    """Time ways in turns, called on all ranks at once."""
     times = race_in_steps(comm, {name: [call] for name, call in ways.items()}, rounds)
     return {name: whole for name, (_, whole) in times.items()}
 
@@ -131,7 +131,7 @@ def race(comm: thdattn.comm.Comm, ways: Mapping[Name, Call], rounds: int) -> dic
 def race_in_steps(
     comm: thdattn.comm.Comm, ways: Mapping[Name, Sequence[Call]], rounds: int
 ) -> dict[Name, list[list[float]]]:
-    """The same of ways that are steps, one after another: the times of every step, and last of all steps together."""
+    """Time ways of several steps in turns: the times of every step, and last of all steps together."""
     groups = {}
     for name, steps in ways.items():
         for _ in range(2):  # the second one may be captured
@@ -150,14 +150,14 @@ def _together(comm: thdattn.comm.Comm, steps: Sequence[Call], calls: int) -> lis
 
 
 def slowest(comm: thdattn.comm.Comm, samples: Iterable[float]) -> list[float]:
-    """Sample by sample of the rank that took longest."""
+    """Return each sample of the rank that took longest."""
     longest = cupy.asarray(np.array([*samples], np.float64))
     comm.all_reduce(longest, "max")
     return [float(x) for x in longest.get()]
 
 
 def host(call: Call, rounds: int) -> list[float]:
-    """Host milliseconds of calls that nobody waits for, in rounds of HOST_CALLS in a row."""
+    """Time the host in calls that nobody waits for, in rounds of HOST_CALLS in a row."""
     stream = cupy.cuda.get_current_stream()
     times: list[float] = []
     for _ in range(rounds):
@@ -173,7 +173,7 @@ def host(call: Call, rounds: int) -> list[float]:
 
 
 def returned(call: Call, calls: int) -> list[float]:
-    """Host milliseconds from a call to its return, each on an idle GPU."""
+    """Time the host from a call to its return, each on an idle GPU."""
     stream = cupy.cuda.get_current_stream()
     times = []
     for _ in range(calls):
@@ -186,7 +186,7 @@ def returned(call: Call, calls: int) -> list[float]:
 
 
 def finished(call: Call, calls: int) -> list[float]:
-    """Host milliseconds from a call to the end of its GPU work."""
+    """Time the host from a call to the end of its GPU work."""
     stream = cupy.cuda.get_current_stream()
 
     def whole() -> None:

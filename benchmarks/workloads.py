@@ -1,4 +1,4 @@
-"""What is timed: packs of sequences with their masks and head layouts, and how much work each is."""
+"""Workloads of attention: packs of sequences with masks and head layouts, and their operations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DOCUMENTS = Path(__file__).with_name("doc_lengths.csv")
 
 @dataclass(frozen=True)
 class Case:
-    """One pack in one head layout, bfloat16.
+    """Pack in one head layout, bfloat16.
 
-    lengths: tokens of every sequence. window: (left, right) as CPAttention takes it, -1 = unlimited. keys: how many
-    each sequence has, None: as many as queries.
+    lengths: tokens of every sequence. window: (left, right) as CPAttention takes it, -1 is unlimited. keys: number of
+    keys of every sequence; None: as many as queries.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def columns(self) -> dict[str, str]:
-        """What a row of a record says of it."""
+        """Return the columns of a record that describe the case."""
         return {
             "case": self.name, "heads": str(self.heads), "kv_heads": str(self.kv_heads),
             "head_dim": str(self.head_dim), "total_tokens": str(self.total_tokens), "num_seqs": str(len(self.lengths)),
@@ -44,25 +44,25 @@ class Case:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all sequences, which is also the rows of q and dout: there is no padding."""
+        """Return the tokens of all sequences, which are also the rows of q and dout: there is no padding."""
         return sum(self.lengths)
 
     @property
     def total_keys(self) -> int:
-        """Keys of all sequences: the rows of k and v."""
+        """Return the keys of all sequences: the rows of k and v."""
         return sum(self.keys or self.lengths)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The window with the causal mask in it: how far a query sees to the left and to the right, -1 = unlimited."""
+        """Return how far a query sees to the left and to the right, with the causal mask; -1 is unlimited."""
         return self.window[0], 0 if self.causal else self.window[1]
 
     def batch(self) -> thdattn.PackedBatch:
-        """The pack, with its lengths on the host."""
+        """Return the pack, with its lengths on the host."""
         return thdattn.PackedBatch.from_lengths(self.lengths)
 
     def key_batch(self) -> thdattn.PackedBatch | None:
-        """The pack of the keys, with its lengths on the host; None: that of the queries."""
+        """Return the pack of the keys, with its lengths on the host; None where it is that of the queries."""
         return None if self.keys is None else thdattn.PackedBatch.from_lengths(self.keys)
 
     def attention(
@@ -77,13 +77,13 @@ class Case:
 
     @cached_property
     def flops(self) -> thdattn.Flops:
-        """Operations of all heads; the same for every engine and peer."""
+        """Count the operations of all heads; they are the same for every engine and peer."""
         attn = self.attention("reference")
         return attn.flops(attn.plan(self.batch(), "contiguous", key_batch=self.key_batch()))
 
 
 def lognormal_pack(seed: int = 0, tokens: int = PACK_TOKENS) -> tuple[int, ...]:
-    """Lengths exp(N(6.2, 1.2)) clipped to 16..8192, drawn until the pack would be too long."""
+    """Draw lengths exp(N(6.2, 1.2)), clipped to 16..8192, until the pack would be too long."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while True:
@@ -94,14 +94,14 @@ def lognormal_pack(seed: int = 0, tokens: int = PACK_TOKENS) -> tuple[int, ...]:
 
 
 def filled_lognormal_pack(tokens: int) -> tuple[int, ...]:
-    """The same, and one more sequence of what is left."""
+    """Draw lengths as lognormal_pack, and add one more sequence of the tokens that are left."""
     lengths = lognormal_pack(tokens=tokens)
     rest = tokens - sum(lengths)
     return (*lengths, rest) if rest else lengths
 
 
 def long_lognormal_pack() -> tuple[int, ...]:
-    """Lengths exp(N(6.5, 1.4)) clipped to 16..32768, drawn until the pack has twice PACK_TOKENS."""
+    """Draw lengths exp(N(6.5, 1.4)), clipped to 16..32768, until the pack has twice PACK_TOKENS."""
     rng = np.random.default_rng(7)
     lengths: list[int] = []
     while sum(lengths) < 2 * PACK_TOKENS:
@@ -114,9 +114,9 @@ def _lognormal(rng: np.random.Generator, mean: float, deviation: float, longest:
 
 
 def document_pack(seed: int = 0, tokens: int = PACK_TOKENS) -> tuple[int, ...]:
-    """Lengths of real documents, no longer than a quarter of the pack, drawn until the pack would be too long.
+    """Draw lengths of real documents, at most a quarter of the pack, until the pack would be too long.
 
-    A bin of doc_lengths.csv is drawn by its share, then a length uniformly inside it.
+    It draws a bin of doc_lengths.csv by its share, then a length uniformly inside the bin.
     """
     bins: NDArray[np.float64] = np.loadtxt(DOCUMENTS, delimiter=",", skiprows=2)
     share = bins[:, 2] / bins[:, 2].sum()
@@ -178,7 +178,7 @@ CASES = {case.name: case for case in _cases()}
 
 
 def cp_cases(cp_size: int) -> dict[str, Case]:
-    """The packs that are spread over so many ranks; those of real documents grow with them."""
+    """Return the packs that are spread over so many ranks; packs of real documents grow with the ranks."""
     documents = {rows: document_pack(tokens=1_024 * rows * cp_size) for rows in (8, 16, 32)}
     cases = (
         replace(CASES["bucket32k"], heads=32, kv_heads=8),
