@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from workloads import Case
 
 RESULTS = ("out", "dq", "dk", "dv")
-ROWS, HEADS, LONGEST = 2048, 8, 4  # of the small version at most; how many of the longest sequences it always has
-SCORES = 2**26  # that float64 has at a time, in each of its arrays of them
+ROWS, HEADS, LONGEST = 2048, 8, 4  # at most, of the small version; the number of longest sequences that it keeps
+SCORES = 2**26  # at a time, in each float64 array of scores
 Array = NDArray[np.float64]
 
 
@@ -84,13 +84,13 @@ def _one_sequence(
         return x.reshape(len(x), case.kv_heads, -1, x.shape[2]).transpose(1, 2, 0, 3)
 
     qh, kh, vh, douth = map(by_head, (q, k, v, dout))
-    behind = len(k) - len(q)  # a query's own key is so many rows further down
+    behind = len(k) - len(q)  # query i is key i + behind
     left, right = (side if side >= 0 else len(q) + len(k) for side in case.sides)
     out, dq, dk, dv = (xp.zeros(x.shape) for x in (douth, qh, kh, vh))
     step = max(1, SCORES // (case.heads * max(1, len(k))))
     for begin in range(0, len(q), step):
         rows = slice(begin, min(begin + step, len(q)))
-        keys = slice(0, min(len(k), rows.stop + behind + right))  # the others are seen by none of these rows
+        keys = slice(0, min(len(k), rows.stop + behind + right))  # these rows see no key beyond
         ahead = xp.arange(keys.stop) - (xp.arange(rows.start, rows.stop) + behind)[:, None]
         its_q, its_dout, its_k, its_v = qh[:, :, rows], douth[:, :, rows], kh[:, :, keys], vh[:, :, keys]
         logits = scale * (its_q @ its_k.swapaxes(2, 3))

@@ -191,13 +191,13 @@ def prepare(peer: Peer, direction: str, ours: Peer | None) -> None:
     if ours is not None and isinstance(peer, TorchPeer):
         peer.check(ours.results())
     release_memory()
-    getattr(peer, direction)()  # allocates again what the pools gave back
+    getattr(peer, direction)()  # allocate again from the pools
 
 
 def host_side(ours: Ours) -> Measured:
     """Time a plan to the end of its GPU work, and the host in plans and in both forms of a forward call."""
     measured: Measured = {}
-    alike = PackedBatch(ours.batch.cu_seqlens)  # plans of ours.batch would share the arrays of the one that is there
+    alike = PackedBatch(ours.batch.cu_seqlens)  # plans of ours.batch would share arrays
     sides = (alike, ours.key_batch), (ours.batch_on_device, ours.key_batch_on_device)
     on_host, on_device = (partial(ours.attn.plan, batch, "contiguous", keys) for batch, keys in sides)
     for side, make in (("host_lengths", on_host), ("device_lengths", on_device)):

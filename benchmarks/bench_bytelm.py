@@ -49,8 +49,8 @@ from thdattn.graphs import CudaGraphConfig, add_arguments, from_arguments
 EXAMPLE = Path(data.__file__).parent
 KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type",
        "maximum")  # fmt: skip
-WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted, unless others are asked for
-PACKS = 1_000  # of which the percentiles of documents are taken
+WARM_UP = 8  # steps that are not timed, as they compile kernels and fill memory pools
+PACKS = 1_000  # for percentiles of documents
 
 
 def main() -> int:

@@ -48,13 +48,13 @@ from thdattn.packing import rows_of_runs
 KEY = ("gpu", "ranks", "as_rank_of", "transport", "case", "peer", "direction", "timing")
 ERROR_CASE = Case("4x1024", (1_024,) * 4, 32, 8)
 LONG_ERROR_CASE = Case("bucket32k-h8", cp_cases(1)["bucket32k"].lengths, 8, 2)  # few heads, as float64 is slow
-HOST_CALLS, HOST_MS = 20, 200.0  # how many calls have their host's time taken, unless they take longer on the GPU
+HOST_CALLS, HOST_MS = 20, 200.0  # timed on the host at most: calls, and ms of them on the GPU
 USUAL_CASES = ("bucket32k", "1x65536", "1x8192", "4x2048", "8x1024", "lognormal128k", "documents8k", "documents16k",
                "bucket32k-mha16")  # fmt: skip
 T = TypeVar("T")
 Key = tuple[str, str, str]  # peer, direction, timing
 Measured = dict[Key, record.Row]  # the columns of what was measured
-Peers = dict[str, tuple[str, Callable[[Layer], Any]]]  # name: version, what makes it
+Peers = dict[str, tuple[str, Callable[[Layer], Any]]]  # name: version, constructor
 
 
 def main() -> int:
@@ -173,7 +173,7 @@ def speeds(
         made_ones = made_peers(real, case, others, ours[OURS])
         costs |= {name: Costs(taken(real, peer, free)) for name, peer in made_ones.items()}
         ways |= {**made_ones, ALONE: Alone(ours[OURS])}
-        both(ways[ALONE])  # a backward alone needs a forward before it
+        both(ways[ALONE])  # a backward needs a forward before it
     one = attempted(real, f"{case.name} {ONE}", partial(started, partial(whole_pack, case)))
     if one is not None:
         ways[ONE] = one[0]
@@ -265,7 +265,7 @@ def made_peers(real: Comm, case: Case, others: Peers, layer: Layer) -> dict[str,
 
 def taken(real: Comm, layer: Timed, free: int) -> float:
     """Return by how many GiB warm calls reduce the free memory from `free`, of the rank that takes most."""
-    peers.release_memory()  # what compiling and checking needed
+    peers.release_memory()  # of compiling and checking
     for _ in range(2):
         both(layer)
     cupy.cuda.get_current_stream().synchronize()

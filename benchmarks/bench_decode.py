@@ -45,7 +45,7 @@ ROUNDS = 5
 LAYERS = {"32/8 heads of 128": (32, 8, 128), "8/4 heads of 128": (8, 4, 128), "8/4 heads of 64": (8, 4, 64)}
 LONG = 2**15
 MIXER, MIXER_TEXTS = (64, 64, 128), (1, 32, 256)  # heads, head_dim, state_dim
-CACHED_BYTES = 2**29  # of all caches that are read in turn: far more than an L2 cache holds
+CACHED_BYTES = 2**29  # of all caches together: far more than an L2 cache
 
 
 def main() -> int:

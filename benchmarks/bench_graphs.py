@@ -39,9 +39,9 @@ from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 
 SHORT = {"8x1024": (1_024,) * 8, "64x128": (128,) * 64}
 LONG = {"1x16384": (16_384,), "doc64k": document_pack()}
-ROWS = {"doc64k": PACK_TOKENS}  # of a pack whose end is padding, as in training; the others are full
+ROWS = {"doc64k": PACK_TOKENS}  # with padding at the end, as in training; other packs are full
 HEADS = ((8, 8), (16, 4))  # query and kv heads
-SLOTS = (16, 64, 512)  # of which 16 documents use 16
+SLOTS = (16, 64, 512)  # for 16 documents
 KEY = ("gpu", "ranks", "case", "heads", "kv_heads", "way")
 Call = Callable[[], object]
 
@@ -116,7 +116,7 @@ class Layer:
         (static,) = self.pack(graphs).plans()
         owned = graphs.captured(lambda: (self.given, self.dout), "inputs")
         for _ in range(2):
-            owned()  # what a graph returns is read where it is
+            owned()  # results of graphs are inputs that are not copied
         whole = graphs.captured(self.both, "forward and backward")
         in_place, copied = (graphs.pair(self.computes.forward, self.computes.backward, name)
                             for name in ("in place", "copied"))  # fmt: skip

@@ -4,15 +4,14 @@
     python benchmarks/bench_mamba.py --cases 1x16384 64x256 --parts scan --peers mamba_ssm
     mpiexec -n 2 python -m mpi4py benchmarks/bench_mamba.py --peer
 
-"mixer": convolution, scan and gate; "scan": without the convolution. See mamba_peers.py for what others are made of.
-Timings as in bench_attention.py: "called", events around each call; "graph", the calls in a CUDA graph. Beside them the
-errors against float64, on the first rows of the short packs, of weights of several draws; --errors measures them alone.
-Of cases with a norm (-norm) times alone are measured; their errors are tested.
-The floor of a time is what the GPU's memory takes for all that has to be read and written once.
+"mixer" is convolution, scan and gate; "scan" is without the convolution. mamba_peers.py describes the others. Timings
+are those of bench_attention.py: "called" and "graph". Errors are against float64, on the first rows of the short packs,
+of weights over several draws; --errors measures them alone. Cases with a norm (-norm) are timed only. The floor of a
+time is what the GPU's memory needs to read all inputs and write all outputs once.
 
 On several ranks: the long packs with their rows over the ranks, called one after the other, beside one GPU with the
-whole pack; and with --peer beside an all-to-all of heads around mamba_ssm's kernels.
-Rows go to benchmarks/results/mamba_GPU.csv.
+whole pack, and with --peer beside an all-to-all of heads around mamba_ssm's kernels. Rows go to
+benchmarks/results/mamba_GPU.csv.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def main() -> int:
 def measure(
     names: Sequence[str], parts: Sequence[str], peers: Sequence[str], rounds: int
 ) -> Iterator[tuple[MixerCase, str, Mapping[str, str], Measured]]:
-    """Case, part, versions and what was measured, one after the other."""
+    """Yield case, part, versions and measurements."""
     for name in names:
         for part in parts:
             start = time.perf_counter()
@@ -85,7 +84,7 @@ def measure(
 
 
 def bench(case: MixerCase, part: str, names: Sequence[str], rounds: int) -> Measured:
-    """All that is measured of one part of a case; what could not be is blank, and replaces what an older run has.
+    """Measure one part of a case; what fails is blank and replaces an older row.
 
     rounds: 0 for errors alone.
     """
@@ -103,7 +102,7 @@ def bench(case: MixerCase, part: str, names: Sequence[str], rounds: int) -> Meas
 
 
 def make_peers(case: MixerCase, part: str, names: Sequence[str], inputs: MixerInputs) -> dict[str, Peer]:
-    """Those that take the case, on the same inputs."""
+    """Make the peers that take the case, on the same inputs."""
     peers: dict[str, Peer] = {}
     for name in names:
         with reported(f"{case.name} {part} {name}"):
@@ -112,7 +111,7 @@ def make_peers(case: MixerCase, part: str, names: Sequence[str], inputs: MixerIn
 
 
 def small_errors(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> Measured:
-    """The errors of every peer; of gradients of weights, which are few numbers, of all draws of inputs together."""
+    """Measure the errors of every peer; of gradients of weights, which are few numbers, over all draws of inputs."""
     found: dict[Key, list[Error]] = {}
     for seed in range(DRAWS):
         inputs = draw(case, xp, seed=seed)

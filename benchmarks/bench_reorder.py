@@ -38,7 +38,7 @@ from thdattn.engines import cuda
 ROWS, HEADS, WIDTH = 2**18, 8, 128  # k and v in bfloat16: 1 GiB together, far more than an L2 cache holds
 PACKS = {"1 sequence": (ROWS,), "4096 sequences of 64": (64,) * (ROWS // 64)}
 ROUNDS = 5
-COLUMNS = {"move": "", "copy": "copy_", "select": "select_", "take": "take_"}  # what the columns of a way begin with
+COLUMNS = {"move": "", "copy": "copy_", "select": "select_", "take": "take_"}  # prefix of the columns of each way
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
     """Time both directions of one pack; all ways take turns."""
     plan = rank_zero_plan(thdattn.Sharding(thdattn.PackedBatch.from_lengths(PACKS[pack]), cp_size))
     order = plan.rank_order
-    inverse = cupy.argsort(order).astype(order.dtype)  # these packs have no fillers
+    inverse = cupy.argsort(order).astype(order.dtype)  # these packs have no padding rows
     moves: dict[str, tuple[Callable[..., Any], Any, DTypeLike]] = {
         "to_sequence_order": (lambda k, v, plan: cuda.to_sequence_order([k], [v], plan), inverse, ml_dtypes.bfloat16),
         "to_rank_order": (cuda.to_rank_order, order, np.float32),

@@ -12,9 +12,9 @@ from thdattn.costs import model
 from thdattn.methods.a2a import obstacle
 from thdattn.methods.select import SHARDINGS
 
-OURS, ALONE, ONE = "ours", "alone", "one GPU"  # names in records: the usual method, attention kernels alone, one GPU
-INNER = 2  # ranks of the inner groups, where there are two levels
-CAPTURED = ("all_gather", "a2a", "a2a+all_gather")  # what CUDA graphs over many batches are made of
+OURS, ALONE, ONE = "ours", "alone", "one GPU"  # peers of records
+INNER = 2  # ranks of an inner group of two levels
+CAPTURED = ("all_gather", "a2a", "a2a+all_gather")  # methods that CUDA graphs can contain
 
 
 class Method(NamedTuple):
@@ -94,7 +94,7 @@ def predicted_ms(method: Method, case: Case, cp_size: int) -> dict[str, float]:
 def work(sharding: thdattn.Sharding) -> list[int]:
     """Count the pairs (query, key) of every rank under a causal mask."""
     batch = sharding.batch
-    position = np.zeros(batch.total_rows + 1, np.int64)  # the last one for fillers
+    position = np.zeros(batch.total_rows + 1, np.int64)  # the last one for padding rows
     for begin, length in zip(batch.cu_seqlens_padded[:-1].tolist(), batch.lengths.tolist(), strict=True):
         position[begin : begin + length] = np.arange(1, length + 1)
     return [int(position[sharding.rows(rank)].sum()) for rank in range(sharding.cp_size)]

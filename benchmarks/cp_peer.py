@@ -25,7 +25,7 @@ from peers import Inputs, tensor
 
 import thdattn
 
-TIMEOUT = timedelta(seconds=120)  # after which a collective of torch ends its process
+TIMEOUT = timedelta(seconds=120)  # of a collective of torch, which then ends its process
 
 
 @contextmanager

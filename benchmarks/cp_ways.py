@@ -191,7 +191,7 @@ def whole_pack(case: Case) -> Layer:
     """Make the layer of the whole pack on this GPU alone."""
     comm = SingleComm()
     memory = case.attention("cuda", comm=comm).memory(case.batch())
-    wanted = memory.wanted() + 2 * sum(memory.saved[name] for name in ("q", "k", "v"))  # and dout, no larger than all
+    wanted = memory.wanted() + 2 * sum(memory.saved[name] for name in ("q", "k", "v"))  # dout is no larger
     if wanted > 0.9 * free_memory():
         raise MemoryError(f"one GPU would need {wanted / 2**30:.0f} GiB beside the rest, and is left out")
     return Layer(comm, case)

@@ -1,4 +1,4 @@
-"""What is timed of Mamba-2 mixers: packs, sizes, inputs as a model makes them, and the least that has to be moved."""
+"""Workloads of Mamba-2 mixers: packs, sizes, inputs as a model makes them, and the bytes that must be moved."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from workloads import filled_lognormal_pack
 import thdattn
 from thdattn.mamba.shape import GatedNorm, Mamba2Weights, MixerShape
 
-BYTES_PER_S = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}  # of the GPU's memory, as its maker says
+BYTES_PER_S = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}  # of the GPU's memory, by its specification
 NORM_EPS = 1e-5  # of mamba_ssm's layers and Megatron-Core's
-SMALL_ROWS, DRAWS = 2048, 8  # of the version for errors, and how often its inputs are drawn
+SMALL_ROWS, DRAWS = 2048, 8  # for errors: rows, and draws of inputs
 DISTINCT_NUMBERS = 4_194_319  # a prime: arrays that repeat them never have two equal rows
 
 
 @dataclass(frozen=True)
 class MixerCase:
-    """One pack and one mixer, with a convolution of four rows.
+    """Pack and mixer, with a convolution of four rows.
 
     lengths: tokens of every sequence, which are all rows: there is no padding.
-    norm: as of Mamba2Mixer, in as many groups as B and C have.
+    norm: norm of Mamba2Mixer, in as many groups as B and C have.
     """
 
     name: str
@@ -52,7 +52,7 @@ class MixerCase:
 
     @property
     def columns(self) -> dict[str, str]:
-        """What a row of a record says of it."""
+        """Return the columns of a record that describe the case."""
         return {
             "case": self.name, "heads": str(self.heads), "head_dim": str(self.head_dim),
             "state_dim": str(self.state_dim), "groups": str(self.groups), "dtype": np.dtype(self.dtype).name,
@@ -60,7 +60,7 @@ class MixerCase:
         }  # fmt: skip
 
     def batch(self) -> thdattn.PackedBatch:
-        """The pack, with its lengths on the host."""
+        """Return the pack, with its lengths on the host."""
         return thdattn.PackedBatch.from_lengths(self.lengths)
 
     def mixer(self, comm: thdattn.comm.Comm, engine: str) -> thdattn.Mamba2Mixer:
@@ -70,15 +70,15 @@ class MixerCase:
         )  # fmt: skip
 
     def least_bytes(self, direction: str) -> int:
-        """Read zxbcdt and write out; backward: read zxbcdt, dout and what is kept before the gate, write dzxbcdt.
+        """Count the bytes of inputs and outputs, with or without the convolution.
 
-        The same with and without the convolution.
+        Forward: read zxbcdt, write out. Backward: read zxbcdt, dout and the activations before the gate, write dzxbcdt.
         """
         numbers = self.shape.columns + self.shape.d_inner
         return self.total_tokens * np.dtype(self.dtype).itemsize * numbers * {"forward": 1, "backward": 2}[direction]
 
     def small(self) -> MixerCase:
-        """Its first rows, of which float64 computes all pairs in milliseconds."""
+        """Return the first rows of the case, of which float64 computes all pairs in milliseconds."""
         begins = np.cumsum([0, *self.lengths])
         lengths = tuple(min(length, SMALL_ROWS - int(begin))
                         for begin, length in zip(begins, self.lengths, strict=False) if begin < SMALL_ROWS)  # fmt: skip
@@ -86,10 +86,11 @@ class MixerCase:
 
 
 class MixerInputs(NamedTuple):
-    """Of a mixer, and of its scan alone, which takes x, B and C from `channels` instead of a convolution.
+    """Inputs of a mixer, and of its scan alone, which takes x, B and C from `channels` instead of a convolution.
 
-    zxbcdt: (rows, columns), standard normal, as dout: (rows, d_inner), and channels: (rows, channels), silu of such.
-    weights: as Mamba2Mixer takes them.
+    zxbcdt: (rows, columns), standard normal. dout: (rows, d_inner), standard normal.
+    weights: weights of Mamba2Mixer.
+    channels: (rows, channels), silu of standard normal numbers.
     """
 
     zxbcdt: Any
@@ -99,7 +100,7 @@ class MixerInputs(NamedTuple):
 
 
 def draw(case: MixerCase, xp: Any, num_rows: int | None = None, seed: int = 0) -> MixerInputs:
-    """The inputs of a case, or of so many rows of it, the same in every run; others for every seed.
+    """Draw the inputs of a case, or of `num_rows` rows of it, the same in every run with a seed.
 
     Rates and steps are those that Mamba-2 starts with: A in 1..16, dt around 0.001..0.1.
     """
@@ -126,13 +127,13 @@ def draw(case: MixerCase, xp: Any, num_rows: int | None = None, seed: int = 0) -
 
 @cache
 def _numbers(seed: int) -> tuple[NDArray[np.float32], ...]:
-    """Standard normal ones, and silu of such; drawing all of a large array on the host would outlast its timing."""
+    """Return standard normal numbers and silu of some; drawing a whole large array on the host would take too long."""
     first, second, third = np.random.default_rng((4, seed)).standard_normal((3, DISTINCT_NUMBERS), np.float32)
     return first, second, third / (1 + np.exp(-third))
 
 
 def _repeated(numbers: NDArray[np.float32], shape: tuple[int, int], dtype: np.dtype[Any], xp: Any) -> Any:
-    """As many as fit, and then again from the first one."""
+    """Fill an array with numbers, again from the first one when they end."""
     size = shape[0] * shape[1]
     found = xp.asarray(numbers[:size].astype(dtype))
     return xp.tile(found, -(-size // len(numbers)))[:size].reshape(shape)

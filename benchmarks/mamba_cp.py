@@ -1,8 +1,8 @@
-"""A Mamba-2 mixer over several GPUs: ours, which passes on states, beside one GPU and an all-to-all of heads.
+"""Mamba-2 mixers over several GPUs: ours, which passes on states, beside one GPU and an all-to-all of heads.
 
 All-to-all of heads, as Megatron does it: every rank sends the columns of the others' heads, and computes its own heads
-over all rows; out comes back the same way, and so do gradients. B and C of a group that several ranks need are sent to
-each of them, and their gradients are added up. Here it is torch.distributed around mamba_ssm's kernels.
+over all rows. out comes back in the same way, and so do gradients. Ranks that share a group get its B and C each, and
+the gradients are added up. The exchange is torch.distributed's, the kernels are mamba_ssm's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Range = tuple[int, int]
 def measure(
     comm: Comm, cases: Sequence[MixerCase], with_peer: bool, rounds: int
 ) -> Iterator[tuple[MixerCase, str, Mapping[str, str], dict[Key, record.Row]]]:
-    """Case, part, versions and what was measured; collective."""
+    """Yield case, part, versions and measurements; collective."""
     import cupy
     from cp_peer import process_group
 
@@ -42,7 +42,7 @@ def measure(
     if with_peer:
         versions[A2A] = MambaSsmMixer.version()
         group = process_group()
-        group.__enter__()  # and never left: that would wait for ranks that may have failed
+        group.__enter__()  # never left: leaving waits for ranks that may have failed
     for case in cases:
         inputs = draw(case, cupy)
         own = slice(comm.rank * case.total_tokens // comm.size, (comm.rank + 1) * case.total_tokens // comm.size)
@@ -59,7 +59,7 @@ def measure(
 
 
 def calls(ways: Mapping[str, Any]) -> dict[Key, Any]:
-    """What is timed of each: a backward follows the last forward."""
+    """Return the calls that are timed; a backward follows the last forward."""
     made: dict[Key, Any] = {}
     for name, way in ways.items():
         forward_and_backward(way)
@@ -69,14 +69,14 @@ def calls(ways: Mapping[str, Any]) -> dict[Key, Any]:
 
 
 def share(case: MixerCase, size: int) -> MixerCase:
-    """What one of `size` ranks computes: its heads over all rows."""
+    """Return the case that one of `size` ranks computes: its heads over all rows."""
     if case.heads % size or (case.groups % size and size % case.groups):
         raise ValueError(f"{case.heads} heads in {case.groups} groups cannot be dealt to {size} ranks")
     return replace(case, heads=case.heads // size, groups=max(1, case.groups // size))
 
 
 def columns_of(case: MixerCase, size: int, rank: int) -> list[Range]:
-    """Which columns of zxbcdt the rank needs: z, x, B, C, dt."""
+    """Return the columns of zxbcdt that the rank needs: z, x, B, C, dt."""
     shape, part = case.shape, share(case, size)
     width, heads = part.groups * case.state_dim, part.heads
     first_group = rank * case.groups // size
@@ -88,7 +88,7 @@ def columns_of(case: MixerCase, size: int, rank: int) -> list[Range]:
 
 
 def weights_of(case: MixerCase, weights: Mamba2Weights, size: int, rank: int, concatenate: Any) -> Mamba2Weights:
-    """The rank's share of the weights."""
+    """Return the rank's share of the weights."""
     inner = case.shape.d_inner
     _, *channels, (begin, end) = columns_of(case, size, rank)
     heads = slice(begin - inner - case.shape.channels, end - inner - case.shape.channels)
@@ -97,7 +97,7 @@ def weights_of(case: MixerCase, weights: Mamba2Weights, size: int, rank: int, co
 
 
 def put_together(case: MixerCase, parts: Sequence[Any], into: Any) -> None:
-    """Gradients of all columns, from those of every rank; columns that several ranks had are added up."""
+    """Assemble the gradients of all columns from those of every rank; add up columns that several ranks had."""
     filled: set[Range] = set()
     for rank, part in enumerate(parts):
         at = 0
@@ -109,7 +109,7 @@ def put_together(case: MixerCase, parts: Sequence[Any], into: Any) -> None:
 
 
 class AllToAll:
-    """One layer on this rank's rows; backward follows the last forward.
+    """Layer on this rank's rows; backward follows the last forward.
 
     Args:
         inputs: this rank's rows, and all weights.
@@ -146,14 +146,14 @@ class AllToAll:
         put_together(self.case, parts.chunk(self._size), self.dzxbcdt)
 
     def results(self) -> list[Any]:
-        """OF_ROWS: tensors of this rank's rows."""
+        """Return tensors of this rank's rows, as named by OF_ROWS."""
         return [self.out, *columns(self.case, self.dzxbcdt)]
 
     def _exchange(self, into: Any, send: Any) -> None:
         self._distributed.all_to_all_single(into, send)
 
     def _by_row(self, of_heads: Any) -> Any:
-        """(all rows, this rank's heads) -> (this rank's rows, all heads)."""
+        """Exchange (all rows, this rank's heads) for (this rank's rows, all heads)."""
         found = self._torch.empty_like(of_heads)
         self._exchange(found, of_heads)
         return found.unflatten(0, (self._size, -1)).transpose(0, 1).flatten(1)

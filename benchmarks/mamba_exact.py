@@ -1,7 +1,7 @@
-"""A Mamba-2 mixer and its gradients in float64, from the rule on pairs of rows, and how far results are from it.
+"""Mamba-2 mixers and their gradients in float64, from the rule on pairs of rows, and the errors of results.
 
-Row j of a sequence counts for row i >= j as exp(a_(j+1) + ... + a_i) dt_j (C_i . B_j), a = A dt; out is gated.
-All pairs of a sequence are held at once, so it is for small cases.
+Row j of a sequence counts for row i >= j as exp(a_(j+1) + ... + a_i) dt_j (C_i . B_j), a = A dt; out is gated. All
+pairs of a sequence are held at once, so it is for small cases.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OF_ROWS = ("out", "dz", "dx", "dB", "dC", "ddt")
 OF_WEIGHTS = ("dconv_weight", "dconv_bias", "dA_log", "dD", "ddt_bias")  # as in Mamba2Weights
 MIXER = (*OF_ROWS, *OF_WEIGHTS)
 SCAN = (*OF_ROWS, *OF_WEIGHTS[2:])
-PARTS = {"mixer": MIXER, "scan": SCAN}  # what is timed, and the names of its results
+PARTS = {"mixer": MIXER, "scan": SCAN}  # names of results
 
 
 def exact_scan(case: MixerCase, inputs: MixerInputs, xp: Any) -> dict[str, NDArray[np.float64]]:
-    """SCAN of a scan whose x, B and C are inputs.channels, on the host.
+    """Compute the results SCAN of a scan whose x, B and C are inputs.channels; return them on the host.
 
     Args:
         inputs: on xp's device, in the dtypes that the kernels get.
@@ -37,12 +37,12 @@ def exact_scan(case: MixerCase, inputs: MixerInputs, xp: Any) -> dict[str, NDArr
 
 
 def exact_mixer(case: MixerCase, inputs: MixerInputs, xp: Any) -> dict[str, NDArray[np.float64]]:
-    """MIXER of the same with the convolution of zxbcdt instead."""
+    """Compute the results MIXER, with the convolution of zxbcdt; return them on the host."""
     return _each_sequence(case, inputs, lambda rows: _mixer(case, rows, xp), xp)
 
 
 def errors(found: Mapping[str, Any], wanted: Mapping[str, NDArray[np.float64]]) -> dict[str, Error]:
-    """The errors of results by name; NaN where one has it."""
+    """Return the errors of results by name; NaN where a result has one."""
     made = {}
     for name, right in wanted.items():
         difference = np.asarray(found[name]).astype(np.float64).reshape(right.shape) - right
@@ -51,12 +51,12 @@ def errors(found: Mapping[str, Any], wanted: Mapping[str, NDArray[np.float64]]) 
 
 
 def of_draws(errors: Sequence[Error]) -> Error:
-    """The error of several draws: of few numbers, as a gradient of rates is, one draw says little."""
+    """Return the error of several draws together: one draw says little of few numbers, such as a gradient of rates."""
     return Error(math.sqrt(sum(error.rms**2 for error in errors) / len(errors)), max(x.largest for x in errors))
 
 
 def _each_sequence(case: MixerCase, inputs: MixerInputs, of_rows: Any, xp: Any) -> dict[str, NDArray[np.float64]]:
-    """Results of all sequences, in float64: rows one behind the other, gradients of weights summed."""
+    """Compute all sequences in float64: concatenate rows, and add up gradients of weights."""
     zxbcdt, dout, channels = (x.astype(np.float64) for x in (inputs.zxbcdt, inputs.dout, inputs.channels))
     weights = Mamba2Weights(*(x.astype(np.float64) for x in inputs.weights))
     parts: Sequence[Results] = [
@@ -93,7 +93,7 @@ def _scan(case: MixerCase, rows: MixerInputs, channels: Any, xp: Any) -> Results
     dt, rates, d = xp.logaddexp(0, raw + dt_bias).T, -xp.exp(a_log), d[:, None, None]
     sums = xp.cumsum(rates[:, None] * dt, axis=1)
     decay = xp.tril(xp.exp(xp.minimum(sums[:, :, None] - sums[:, None], 0)))
-    decayed = decay * dt[:, None]  # of row j as it counts for row i, but for C B^T
+    decayed = decay * dt[:, None]  # weight of row j for row i, without C B^T
     products = xp.repeat(c @ b.transpose(0, 2, 1), case.heads // case.groups, axis=0)
     y = (products * decayed) @ x + d * x
 

@@ -1,14 +1,14 @@
-"""Who is timed of Mamba-2 mixers: this package, and mamba_ssm's Triton kernels where they are on the import path.
+"""Peers of Mamba-2 mixers: this package, and mamba_ssm's Triton kernels where they are on the import path.
 
 Of mamba_ssm it takes a copy of mamba_ssm/ops/triton/{softplus,ssd_bmm,ssd_chunk_state,ssd_state_passing,ssd_chunk_scan,
 ssd_combined,layernorm_gated,k_activations}.py and mamba_ssm/utils/{torch,determinism}.py with empty __init__.py beside
-them: the package itself imports CUDA extensions that it has to be built with. The convolution of the whole mixer is
-causal-conv1d's if that has been built, otherwise fla-core's, whose result is copied to its place in the gradient.
+them, because the package imports CUDA extensions that have to be built. The convolution of the mixer is causal-conv1d's
+where it is built, else fla-core's, whose result is copied to its place in the gradient.
 
-Triton's tuner measures every candidate of every kernel, which takes far longer than what is timed; see tune_for. With
+Triton's tuner measures every candidate of every kernel, which takes longer than the measurement; see tune_for. With
 TRITON_CACHE_AUTOTUNING=1 it keeps what it compiled and chose for the next run.
 
-Two parts are timed. "scan": recurrence and gate from x, B, C, dt and z. "mixer": the same with the convolution, from
+Two parts are timed: "scan", recurrence and gate from x, B, C, dt and z; "mixer", the same with the convolution, from
 the rows of an input projection.
 """
 
@@ -34,7 +34,7 @@ CHUNK = 256  # rows, mamba_ssm's default
 
 
 class OurMixer(CupyPeer):
-    """Mamba2Mixer on this rank's rows; on one rank if no other ones are passed."""
+    """Mamba2Mixer on this rank's rows, on one rank by default."""
 
     engine = "cuda"
     grads: tuple[Any, Mamba2Weights] | None = None
@@ -62,7 +62,7 @@ class OurMixer(CupyPeer):
 
 
 class OurScan(OurMixer):
-    """The same without the convolution: what a mixer computes between it and its gradients."""
+    """Mamba2Mixer without its convolution, forward and backward."""
 
     def __init__(self, case: MixerCase, inputs: MixerInputs) -> None:
         super().__init__(case, inputs)
@@ -90,7 +90,7 @@ class OurScan(OurMixer):
 
 
 class _WithoutConvolution:
-    """An engine whose convolution has been done, forward by others and backward in the first call.
+    """Engine whose convolution is replaced: forward by given channels, backward by the result of the first call.
 
     dzxbcdt: of the first call, the only one with columns of dt.
     """
@@ -118,7 +118,7 @@ class _WithoutConvolution:
         return self._gradients
 
     def dchannels(self) -> Any:
-        """(rows, channels), of the last call; those of B and C may be sums of parts."""
+        """Return the gradient of the channels in the last call; those of B and C may be sums of parts."""
         made = self._of_scan
         if hasattr(made, "channels"):
             return made.channels
@@ -126,14 +126,14 @@ class _WithoutConvolution:
 
 
 def columns(case: MixerCase, dzxbcdt: Any) -> list[Any]:
-    """dz, dx, dB, dC, ddt of an array or tensor."""
+    """Split an array or tensor into dz, dx, dB, dC, ddt."""
     inner, width = case.shape.d_inner, case.groups * case.state_dim
     ends = np.cumsum([0, inner, inner, width, width, case.heads]).tolist()
     return [dzxbcdt[:, begin:end] for begin, end in pairwise(ends)]
 
 
 class MambaSsmScan(TorchPeer):
-    """mamba_chunk_scan_combined: x, B, C are columns of one array, z and dt of another, as in its mixer."""
+    """mamba_chunk_scan_combined: x, B, C are columns of one array, z and dt of another, as in mamba_ssm's mixer."""
 
     names = OF_ROWS
 
@@ -230,14 +230,14 @@ class FlaConvolution:
         self._pack = {"cu_seqlens": begins, "chunk_indices": prepare_chunk_indices(begins, 64)}
 
     def forward(self, x: Any, weight: Any, bias: Any, *_: Any) -> Any:
-        """silu of the convolution of (1, channels, rows)."""
+        """Return silu of the convolution of (1, channels, rows)."""
         y, _ = self._fla.causal_conv1d_fwd(
             x=x.transpose(1, 2), weight=weight, bias=bias, residual=None, activation="silu", **self._pack
         )
         return y.transpose(1, 2)
 
     def backward(self, x: Any, weight: Any, bias: Any, dout: Any, *_: Any) -> tuple[Any, Any, Any]:
-        """Gradients of x, weight and bias."""
+        """Return the gradients of x, weight and bias."""
         dx, dweight, dbias, *_ = self._fla.causal_conv1d_bwd(
             x=x.transpose(1, 2), dy=dout.transpose(1, 2), dht=None, weight=weight, bias=bias, activation="silu",
             **self._pack,
@@ -246,19 +246,19 @@ class FlaConvolution:
 
 
 def sequence_labels(case: MixerCase) -> Any:
-    """seq_idx of mamba_ssm: (1, rows) int32, the number of a row's sequence."""
+    """Return seq_idx of mamba_ssm: (1, rows) int32, the number of each row's sequence."""
     return tensor(cupy.asarray(np.repeat(np.arange(len(case.lengths), dtype=np.int32), case.lengths)[None]))
 
 
 def tune_for(ms: int) -> None:
-    """Has Triton's tuner measure each candidate for so long, after a quarter of that, instead of 100 and 25 ms."""
+    """Let Triton's tuner measure each candidate for so long, after a quarter of that; it takes 100 and 25 ms."""
     import triton.testing
 
     triton.testing.do_bench = partial(triton.testing.do_bench, warmup=max(1, ms // 4), rep=ms)
 
 
 def version_of(package: str) -> str:
-    """"unknown" of files that were only copied."""
+    """Return the version of a package; "unknown" of files that were only copied."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

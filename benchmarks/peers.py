@@ -220,7 +220,7 @@ class Portable(Ours):
     """CPAttention with the portable kernels on a GPU that has kernels of its own."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
-        launch: Any = getattr(cuda, "launch", cuda)  # a tree that compare.py times may have one module for all of ops
+        launch: Any = getattr(cuda, "launch", cuda)  # older trees have one module
         gpu = replace(launch._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
         with patch.object(launch, "_gpu", lambda device: gpu):
             super().__init__(case, inputs)
@@ -371,7 +371,7 @@ class TorchCudnn(TorchAttention):
             raise ValueError("takes only sequences of one length")
         if case.window != (-1, -1):
             raise ValueError("takes no window")
-        # For the whole process, as a context around every call would count as its time; nobody else here uses them.
+        # For the whole process: a context around every call would take time.
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_math_sdp(False)

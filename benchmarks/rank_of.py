@@ -20,7 +20,7 @@ from thdattn.comm.peer import transport, windows
 from thdattn.comm.slices import Slices
 from thdattn.jit.structs import MAX_RANKS
 
-STAGGER = 1 << 16  # bytes between the places that played ranks are read from, so that a cache has none of them yet
+STAGGER = 1 << 16  # bytes between what played ranks are read from, so that no cache has it yet
 
 
 def as_rank_of(real: Comm, size: int) -> Comm:

@@ -20,11 +20,11 @@ import thdattn
 Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 Sample = TypeVar("Sample")
-GROUP_MS = 40.0  # GPU time of a group of calls, aimed at
-REST = 0.1  # seconds before a group: a GPU at its power limit runs slower for a while, whoever brought it there
-REPLAYS = 2  # of a graph that are timed in a row
+GROUP_MS = 40.0  # wanted GPU time of a group of calls
+REST = 0.1  # seconds before a group: after work at its power limit, a GPU runs slower for a while
+REPLAYS = 2  # timed replays of a graph in a row
 SUSTAINED = 2.0  # seconds without rest
-AHEAD = 2  # replays that wait on the GPU meanwhile
+AHEAD = 2  # replays that are queued meanwhile
 MAX_CALLS = 50
 HOST_CALLS = 20
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import thdattn
 
-PACK_TOKENS = 65_536  # of the packs that are drawn from a distribution
+PACK_TOKENS = 65_536  # of packs with drawn lengths
 DOCUMENTS = Path(__file__).with_name("doc_lengths.csv")
 
 
