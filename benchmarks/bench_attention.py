@@ -127,7 +127,7 @@ def errors(case: Case, kinds: Mapping[str, type[Peer]]) -> Measured:
             wanted = accuracy.exact(small, inputs, cupy, **peer.logits) if peer.logits else plain
             forward_and_backward(peer)
             for result, error in accuracy.errors(peer.on_host(), wanted).items():
-                measured[name, result, record.ERRORS] = error.columns | {"kernels": peer.kernels("backward")}
+                measured[name, result, record.ERRORS] = error.columns
     return measured
 
 
@@ -155,7 +155,7 @@ def race(
             replays[name] = partial(timing.replayed, peers[name].capture(calls[name], in_graph), in_graph)
     graph = timing.interleaved(replays, rounds, lambda name: reported(f"{case} {name} {direction} graph"))
     return {
-        (name, direction, how): record.timed(samples, flops) | {"kernels": peers[name].kernels(direction)}
+        (name, direction, how): record.timed(samples, flops)
         for how, times in (("called", called), ("graph", graph))
         for name, samples in times.items()
     }
@@ -211,7 +211,7 @@ def host_side(ours: Ours) -> Measured:
 
 def rows_of(case: Case, versions: Mapping[str, str], keys: Sequence[Key], measured: Measured) -> Iterator[record.Row]:
     """Yield a row for each measurement; one that failed is blank and replaces an older row."""
-    blank = dict.fromkeys(("ms", "ms_p10", "ms_p90", "samples", "tflops", "rms", "largest", "kernels"), "")
+    blank = dict.fromkeys(("ms", "ms_p10", "ms_p90", "samples", "tflops", "rms", "largest"), "")
     for peer, direction, how in dict.fromkeys([*keys, *measured]):
         yield {
             "case": case.name,

@@ -1,4 +1,4 @@
-"""Times moves of rows between rank order and sequence order beside a copy, torch.index_select, and take with a mask.
+"""Times moves of rows between rank order and sequence order beside a copy and torch.index_select.
 
     python benchmarks/bench_reorder.py
 
@@ -8,7 +8,6 @@ count bytes read and written, without the index. The ways:
 move      thd_reorder, both arrays in one launch
 copy      a plain copy on the device, of as many bytes
 select    torch.index_select of each array; its columns are empty without PyTorch
-take      CuPy's take, and a product with a mask that makes padding rows 0
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from thdattn.engines import cuda
 ROWS, HEADS, WIDTH = 2**18, 8, 128  # k and v in bfloat16: 1 GiB together, far more than an L2 cache holds
 PACKS = {"1 sequence": (ROWS,), "4096 sequences of 64": (64,) * (ROWS // 64)}
 ROUNDS = 5
-COLUMNS = {"move": "", "copy": "copy_", "select": "select_", "take": "take_"}  # prefix of the columns of each way
+COLUMNS = {"move": "", "copy": "copy_", "select": "select_"}  # prefix of the columns of each way
 
 
 def main() -> int:
@@ -70,7 +69,6 @@ def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
         copies = [cupy.empty_like(x) for x in sources]
         ways: dict[str, Callable[[], object]] = {
             "move": partial(move, *sources, plan), "copy": partial(copy, sources, copies),
-            "take": partial(take, sources, index),
         }  # fmt: skip
         if importlib.util.find_spec("torch"):
             ways["select"] = selecting(sources, index)
@@ -93,7 +91,7 @@ def row_of(
             values = zip(("ms", "ms_p10", "ms_p90"), (ms[name], *record.spread(times[name])), strict=True)
             row |= {f"{prefix}{column}": f"{value:.4f}" for column, value in values}
             row[f"{prefix}gb_per_s"] = f"{num_bytes / ms[name] / 1e6:.0f}"
-    over = {"ratio": "copy", "over_select": "select", "over_take": "take"}
+    over = {"ratio": "copy", "over_select": "select"}
     return row | {column: f"{ms[name] / ms['move']:.3f}" if name in ms else "" for column, name in over.items()}
 
 
@@ -110,16 +108,6 @@ def check(direction: str, sources: list[Any], moved: tuple[Any, Any], plan: thda
         here, there = (source, result) if direction == "to_rank_order" else (result, source)
         if not bool((here.view(np.int16)[plan.rank_order] == there.view(np.int16)).all()):
             raise RuntimeError("thd_reorder moved rows elsewhere than plan.rank_order says: not timed")
-
-
-def take(sources: Sequence[Any], index: Any) -> list[Any]:
-    """Put row index[t] of each array at t, as array libraries do without a kernel for it."""
-    moved = []
-    for x in sources:
-        words = cupy.take(x.view(f"u{x.itemsize}"), cupy.maximum(index, 0), 0)
-        words *= (index >= 0)[:, None, None]
-        moved.append(words.view(x.dtype))
-    return moved
 
 
 def selecting(sources: Sequence[Any], index: Any) -> Callable[[], object]:

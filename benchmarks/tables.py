@@ -203,8 +203,7 @@ def dense(rows: Sequence[Row]) -> list[str]:
 
 def reorder(rows: Sequence[Row]) -> list[str]:
     """Table of bench_reorder.py: rates of moving rows between rank order and sequence order."""
-    ways = {"gb_per_s": "thd_reorder", "copy_gb_per_s": "copy", "select_gb_per_s": "torch.index_select",
-            "take_gb_per_s": "cupy.take and a mask"}  # fmt: skip
+    ways = {"gb_per_s": "thd_reorder", "copy_gb_per_s": "copy", "select_gb_per_s": "torch.index_select"}
     ways = {column: name for column, name in ways.items() if any(row.get(column) for row in rows)}
     lines = [[row["case"], row["cp_size"], f"{row['direction'].replace('_', ' ')}, {row['dtype']}",
               *(row.get(column) or "-" for column in ways), row["ratio"]] for row in rows]  # fmt: skip

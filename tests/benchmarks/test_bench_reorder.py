@@ -17,7 +17,7 @@ import bench_reorder
 import thdattn
 import thdattn.engines.reference
 
-TIMES = {"move": [1.0, 1.2, 0.8], "copy": [0.9] * 3, "take": [4.0] * 3, "select": [1.5] * 3}
+TIMES = {"move": [1.0, 1.2, 0.8], "copy": [0.9] * 3, "select": [1.5] * 3}
 SOURCES = [np.zeros((1_000, 8, 128), np.float32)] * 2
 
 
@@ -28,11 +28,11 @@ def row(without=()):
 
 def test_a_row_has_times_speeds_and_ratios_of_every_way():
     made = row()
-    assert (made["ms"], made["ms_p10"], made["ms_p90"], made["select_ms"], made["take_ms_p90"]) == (
-        "1.0000", "0.8000", "1.2000", "1.5000", "4.0000")  # fmt: skip
+    assert (made["ms"], made["ms_p10"], made["ms_p90"], made["select_ms"]) == (
+        "1.0000", "0.8000", "1.2000", "1.5000")  # fmt: skip
     num_bytes = 2 * 2 * 4_096_000
     assert made["bytes"] == str(num_bytes) and made["select_gb_per_s"] == f"{num_bytes / 1.5e6:.0f}"
-    assert (made["ratio"], made["over_select"], made["over_take"]) == ("0.900", "1.500", "4.000")
+    assert (made["ratio"], made["over_select"]) == ("0.900", "1.500")
 
 
 def test_columns_of_a_way_that_is_missing_are_empty():
@@ -53,18 +53,8 @@ def test_every_way_of_both_directions_is_called_and_has_a_row(monkeypatch):
     monkeypatch.setattr(bench_reorder.timing, "called", lambda call, calls: [(call() and 2.0) or 2.0] * calls)
     monkeypatch.setattr(bench_reorder.timing, "REST", 0)
     found = [*bench_reorder.bench("two", 4)]
-    assert [(made["direction"], made["dtype"], made["ratio"], made["over_take"]) for made in found] == [
-        ("to_sequence_order", "bfloat16", "1.000", "1.000"), ("to_rank_order", "float32", "1.000", "1.000")]
+    assert [(made["direction"], made["dtype"], made["ratio"]) for made in found] == [
+        ("to_sequence_order", "bfloat16", "1.000"), ("to_rank_order", "float32", "1.000")]
     torch_is_there = importlib.util.find_spec("torch") is not None
     assert {"copy", *["select"] * torch_is_there} == set(called)
     assert all(bool(made["select_ms"]) == torch_is_there for made in found)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_take_with_a_mask_is_what_the_kernel_does(dtype, monkeypatch):
-    monkeypatch.setattr(bench_reorder, "cupy", np)
-    index = np.array([3, -1, 0, 2, -1], np.int32)
-    x = np.arange(4 * 6, dtype=dtype).reshape(4, 2, 3)
-    wanted = np.zeros((5, 2, 3), dtype)
-    wanted[index >= 0] = x[index[index >= 0]]
-    assert all(np.array_equal(found, wanted) for found in bench_reorder.take([x, x], index))
