@@ -147,8 +147,8 @@ def speeds(gpu: str, found: Records, folder: str, picture: str | None = None) ->
     name = found["attention"][0]["gpu"]
     lines = [*one_gpu(found), *several_gpus(found), *others(found)]
     said = (f"{name}, bfloat16, forward / backward of one layer; TFLOP/s count visible pairs of tokens alone. "
-            f"The last column is the speed over that of the fastest other implementation. [All packs, errors and "
-            f"conditions]({folder}{gpu}.md).")  # fmt: skip
+            f"The third column names what is compared, by direction the fastest other implementation. [All packs, "
+            f"errors and conditions]({folder}{gpu}.md).")  # fmt: skip
     head = ["workload", "thdattn", "compared with", "times as fast"]
     return "\n\n".join([table(head, lines), wrapped(said), pictures(gpu, found, folder, picture)])
 
