@@ -283,15 +283,17 @@ class CPAttention:
         return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept, sinks, plan.generation)
 
     def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
-        """Starts to gather the keys and values of all ranks, for a forward or backward to come. Collective.
+        """Start to gather the keys and values of all ranks, for a forward or backward to come. Collective.
 
-        For those who have something else to compute meanwhile, such as q, or the layer behind this one:
+        It lets the exchange overlap other work, such as making q, or the layer behind this one:
 
-            keys = attn.gather(k, v, plan)
-            out, saved = attn.forward(q, k, v, plan, keys=keys)
-            ...
-            keys = attn.gather(saved.k, saved.v, saved.plan)  # unless saved.keys has them
-            dq, dk, dv = attn.backward(dout, saved, keys=keys)
+        ```python
+        keys = attn.gather(k, v, plan)
+        out, saved = attn.forward(q, k, v, plan, keys=keys)
+        ...
+        keys = attn.gather(saved.k, saved.v, saved.plan)  # unless saved.keys has them
+        dq, dk, dv = attn.backward(dout, saved, keys=keys)
+        ```
 
         Args:
             k, v, plan: as for forward.

@@ -41,13 +41,14 @@ MAX_BLOCK_SCORES = 2**23  # num_heads * rows * keys held at once: 64 MiB of floa
 
 @dataclass(frozen=True)
 class Result:
-    """Attention of one document or of a packed batch; all arrays float64.
+    """Attention of one document or of a packed batch; all arrays are float64.
 
-    out: (rows, num_heads, v_head_dim)
-    lse: (num_heads, rows), natural log of the softmax sum of the scaled logits
-    max_logit: (num_heads,), largest scaled logit; -inf without rows
-    dq, dk, dv: as q, k, v; None without dout
-    dsinks: (num_heads,), gradient of the sinks; None without dout or sinks
+    Attributes:
+        out: (rows, num_heads, v_head_dim).
+        lse: (num_heads, rows), natural log of the softmax sum of the scaled logits.
+        max_logit: (num_heads,), largest scaled logit; -inf without rows.
+        dq, dk, dv: shapes of q, k, v; None without dout.
+        dsinks: (num_heads,), gradient of the sinks; None without dout or sinks.
     """
 
     out: Array
@@ -170,7 +171,12 @@ def packed_attention(
 
 
 class Verdict(NamedTuple):
-    """The two errors of a result against the oracle, and how large they may be, see `judge`."""
+    """Errors of a result against the oracle, and their budgets; `judge` makes it.
+
+    Attributes:
+        rms, rms_budget: RMS error, and the largest one that is allowed.
+        largest, largest_budget: largest error, and the largest one that is allowed.
+    """
 
     rms: float
     rms_budget: float
@@ -179,7 +185,7 @@ class Verdict(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Both errors are within their budgets; an error that is NaN is not."""
+        """Tell if both errors are within their budgets; an error that is NaN is not."""
         return self.rms <= self.rms_budget and self.largest <= self.largest_budget
 
     def __str__(self) -> str:
@@ -189,9 +195,12 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Truth:
-    """The oracle's answer and the baselines that a result is held against.
+    """Oracle's answer, and the baselines that a result is compared with; `truth` makes it.
 
-    fused is None for float32 and float64, of which tensor cores read every bit; plain is exact for float64.
+    Attributes:
+        exact: attention in float64.
+        plain: attention that rounds every matrix to the dtype; for float64 it is exact.
+        fused: attention that rounds only what a tensor core reads; None for float32 and float64.
     """
 
     exact: Result
@@ -199,9 +208,11 @@ class Truth:
     fused: Result | None
 
     def judge(self, name: str, actual: Array) -> Verdict:
-        """`judge` of one field of `Result`; lse and max_logit are not what fused attention rounds.
+        """Judge one field of a result; lse and max_logit are compared with plain attention alone.
 
-        Not of dsinks, a few sums, of which those of a baseline may be right by luck.
+        Args:
+            name: a field of `Result`, but not dsinks: its few sums may be right by luck in a baseline.
+            actual: the field of the result, in the shape of `exact`.
         """
         fused = self.fused if name in ("out", "dq", "dk", "dv") else None
         exact, plain = getattr(self.exact, name), getattr(self.plain, name)

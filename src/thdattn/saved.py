@@ -15,19 +15,21 @@ from thdattn.plan.plan import Plan
 
 @dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
 class Saved:
-    """What forward keeps for backward.
+    """State that forward saves for backward.
 
-    q, k, v, plan: as passed, without a copy: nobody may write to them before backward; out: as returned.
-    lse: (num_heads, local_rows) float32 (float64 for float64 input), natural log of the softmax sum, the sink's share
-        included; -inf on padding, and where a query sees no key.
-    max_logit: (num_heads,) float32, the largest logit, scaled and capped, over all ranks' valid rows, sinks left out
-        (-inf without any); None if not asked for.
-    made_with: what must agree with the attention whose backward takes it: heads, head dims, softmax_scale, dtype,
-        deterministic, softcap and sinks.
-    keys: what the method kept of what travelled, for its own backward, such as the keys and values of all ranks by
-        group of heads; None: nothing, and what does travel travels again.
-    sinks: as passed, without a copy; None for an attention without.
-    generation: the Generation of the plan's lengths where these lie on a GPU, else None.
+    Attributes:
+        q, k, v, plan: as passed, without a copy: do not write to them before backward.
+        out: (local_rows, num_heads, v_head_dim), as returned.
+        lse: (num_heads, local_rows) float32 (float64 for float64 input), natural log of the softmax sum, which includes
+            the sink; -inf on padding, and for a query that sees no key.
+        max_logit: (num_heads,) float32, the largest scaled and capped logit over the valid rows of all ranks, without
+            sinks; -inf without valid rows, None if not asked for.
+        made_with: heads, head dims, softmax_scale, dtype, deterministic, softcap and sinks, which must equal those of
+            the attention whose backward takes it.
+        keys: the received rows that the method keeps for its backward, such as the keys and values of all ranks by
+            group of heads; None: backward receives them again.
+        sinks: as passed, without a copy; None for an attention without sinks.
+        generation: the Generation of the plan's lengths if these are on a GPU, else None.
     """
 
     q: Any

@@ -26,9 +26,11 @@ MAX_PLANS = 8  # kept with their work buffers, of which the backward's take 4 by
 
 @dataclass(frozen=True, eq=False)
 class VarlenSaved:
-    """What varlen_attention keeps for varlen_attention_backward.
+    """State that varlen_attention saves for varlen_attention_backward.
 
-    attn: the CPAttention that ran; saved: what its forward returned, such as saved.lse.
+    Attributes:
+        attn: the CPAttention that ran.
+        saved: the Saved that its forward returned; saved.lse, for instance, is flash-attn's softmax_lse.
     """
 
     attn: CPAttention

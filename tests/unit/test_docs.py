@@ -14,7 +14,8 @@ import pytest
 from launch import SOURCE
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
-MODULES = ["thdattn", "thdattn.comm", "thdattn.graphs", pytest.param("thdattn.torch", marks=NEEDS_TORCH)]
+MODULES = ["thdattn", "thdattn.comm", "thdattn.costs", "thdattn.graphs", "thdattn.oracle",
+           pytest.param("thdattn.torch", marks=NEEDS_TORCH)]
 
 
 def public(module):
@@ -44,6 +45,8 @@ def parameters(function):
     """The public ones that have a name; none of a function that says where they are explained."""
     if re.search(r"\b[Ss]ee (there|\w+\.\w+)", function.__doc__ or ""):
         return set()
+    if not callable(function):
+        return set()
     found = inspect.signature(inspect.unwrap(function)).parameters.values()
     named = {x.name for x in found if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)}
     return {name for name in named - {"self", "cls"} if not name.startswith("_")}
@@ -67,7 +70,7 @@ def test_every_public_name_is_explained(name):
         if not inspect.isclass(x):
             missing += [f"{label}: {lacks}" for lacks in _lacking(parameters(x), x.__doc__)]
             continue
-        said = x.__doc__ or ""
+        said = " ".join(base.__doc__ or "" for base in x.__mro__ if base.__module__.startswith("thdattn"))
         missing += [f"{label}.{lacks}" for lacks in _lacking(attributes(x), said)]
         if "__init__" in vars(x) and "made by" not in said:
             missing += [f"{label}: {lacks}" for lacks in _lacking(parameters(x.__init__), said)]
@@ -76,7 +79,7 @@ def test_every_public_name_is_explained(name):
                 missing.append(f"{label}.{method}")
             if inspect.isfunction(member):
                 missing += [f"{label}.{method}: {lacks}"
-                            for lacks in _lacking(parameters(member), (member.__doc__ or "") + said)]
+                            for lacks in _lacking(parameters(member), inspect.getdoc(getattr(x, method)) + said)]
     assert missing == []
 
 
@@ -102,6 +105,26 @@ def test_every_public_name_stands_in_the_pages(name, pages):
         if inspect.isclass(x):
             wanted |= {f"{label}.{member}" for member in members(x)}  # attributes stand in the class's docstring
     assert wanted - anchors == set()
+
+
+def named(function):
+    """The classes of this package that the annotations of a function name."""
+    hints = inspect.unwrap(function).__annotations__.values()
+    names = {name for hint in hints for name in re.findall(r"\w+", str(hint))}
+    found = (getattr(inspect.unwrap(function), "__globals__", {}).get(name) for name in names)
+    return {x for x in found if inspect.isclass(x) and x.__module__.startswith("thdattn.")}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_type_in_a_public_signature_is_public(name):
+    offered = {id(x) for one in ("thdattn", "thdattn.comm", "thdattn.costs", "thdattn.graphs", "thdattn.oracle")
+               for x in public(importlib.import_module(one)).values()}  # fmt: skip
+    hidden = set()
+    for label, x in public(importlib.import_module(name)).items():
+        methods = [getattr(m, "__func__", m) for m in members(x).values()] if inspect.isclass(x) else [x]
+        hidden |= {f"{label}: {kind.__qualname__}" for function in methods if inspect.isfunction(function)
+                   for kind in named(function) if id(kind) not in offered}  # fmt: skip
+    assert hidden == set()
 
 
 def test_what_is_generated_is_not_kept():

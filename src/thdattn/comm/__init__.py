@@ -10,10 +10,12 @@
 
 A program looks the same on all of them:
 
-    import thdattn
+```python
+import thdattn
 
-    with thdattn.comm.init() as comm:
-        ...
+with thdattn.comm.init() as comm:
+    ...
+```
 
 and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a job waits for ever:
 
@@ -67,13 +69,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from thdattn.comm.base import Comm
+from thdattn.comm.levels import Levels
 from thdattn.comm.overlap import Arrival as Arrival
 from thdattn.comm.overlap import PeerExchange as PeerExchange
 from thdattn.comm.overlap import Pending as Pending
 from thdattn.comm.overlap import no_wait as no_wait
 from thdattn.comm.single import SingleComm
 
-__all__ = ["Comm", "SingleComm", "from_torch", "init", "run_local"]
+__all__ = ["Comm", "Levels", "SingleComm", "from_torch", "init", "run_local"]
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.arguments import found
-from thdattn.comm import Comm
+from thdattn.comm.base import Comm
 from thdattn.comm.slices import Slices
 
 

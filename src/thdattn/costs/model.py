@@ -29,12 +29,13 @@ PIECES = (3, 2), (1, 3)  # that go to each rank with heads, before and after for
 
 
 class Rates(NamedTuple):
-    """How fast a machine is. By default as H200 with NVLink were measured, and between machines 400 Gbit/s per GPU.
+    """Rates of a machine; by default those measured on H200 with NVLink, with 400 Gbit/s per GPU between machines.
 
-    forward, backward: floating-point operations that attention kernels do per second in whole tiles.
-    link: bytes per second that a GPU gets from those of its machine; between: from those of other machines.
-    memory: bytes per second that a GPU reads and writes of its own.
-    latency: seconds that a kernel, a collective, or a piece of an exchange of heads takes at least.
+    Attributes:
+        forward, backward: FLOP/s of the attention kernels in whole tiles.
+        link: bytes per second that a GPU receives from GPUs of its machine; between: from those of other machines.
+        memory: bytes per second that a GPU reads and writes in its own memory.
+        latency: seconds that a kernel, a collective, or one part of an exchange of heads takes at least.
     """
 
     forward: float = 730e12
@@ -82,14 +83,14 @@ class Way(NamedTuple):
 
 
 class Both(NamedTuple):
-    """A number of the forward and one of the backward."""
+    """Numbers of the forward and of the backward, such as seconds or bytes."""
 
     forward: float
     backward: float
 
     @property
     def total(self) -> float:
-        """Of one after the other."""
+        """Sum of both."""
         return self.forward + self.backward
 
 
@@ -143,12 +144,22 @@ def predicted(
     sharding: str, rates: Rates = H200, inner: int = 1, causal: bool = True, window: tuple[int, int] = (-1, -1),
     per_node: int | None = None,
 ) -> Both:
-    """Seconds of forward and backward; see cost for what can go wrong.
+    """Predict the seconds of forward and backward of one layer on the busiest rank.
 
     Args:
-        batch: on the host, padded as the sharding needs.
+        batch: lengths on the host, padded as the sharding needs.
+        cp_size: number of ranks.
+        num_heads, head_dim, num_kv_heads, cp_comm_type, causal, window: as for thdattn.CPAttention.
+        sharding: "dual_chunk", "contiguous" or "balanced".
+        rates: how fast the machine is.
         inner: ranks among which a cp_comm_type with a "+" exchanges heads.
-        per_node: ranks of a machine; None: all are on one.
+        per_node: ranks of one machine; None: all are on one.
+
+    Returns:
+        Seconds of the forward and of the backward.
+
+    Raises:
+        TypeError, ValueError: as CPAttention and its plan, if the method cannot work.
     """
     shape = Shape(num_heads, num_kv_heads, head_dim, causal, window, per_node)
     return cost(batch, cp_size, shape, Way(cp_comm_type, sharding, inner), rates).seconds

@@ -14,11 +14,12 @@ from thdattn.plan.plan import Plan
 class Mamba2Saved:
     """State that forward of a Mamba2Mixer saves for its backward.
 
-    zxbcdt, weights, plan: as passed, without a copy: do not write to them before backward.
-    kept: y before the gate, the state in front of every segment of rows, and the halo rows that the convolution read;
-    also the results of the convolution if the mixer has keep_activations.
-    made_with: the sizes of the mixer, which the mixer of the backward must share.
-    generation: the Generation of the plan's lengths where these are on a GPU, else None.
+    Attributes:
+        zxbcdt, weights, plan: as passed, without a copy: do not write to them before backward.
+        kept: y before the gate, the state in front of every segment of rows, and the halo rows that the convolution
+            read; also the results of the convolution if the mixer has keep_activations.
+        made_with: the sizes of the mixer, which the mixer of the backward must share.
+        generation: the Generation of the plan's lengths where these are on a GPU, else None.
     """
 
     zxbcdt: Any

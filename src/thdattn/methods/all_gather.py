@@ -37,13 +37,16 @@ _turns: weakref.WeakKeyDictionary[Plan, _Turns] = weakref.WeakKeyDictionary()
 
 @dataclass(eq=False, repr=False)
 class Keys:
-    """Keys and values of all ranks on their way, or there, group of kv heads by group; for one forward or backward.
+    """Keys and values of all ranks for one forward or backward, made by CPAttention.gather; they may still arrive.
 
-    k, v, plan: what they were made from; given: k and v as a user passed them to gather.
-    groups: of each, where its keys and values are, (rows, heads of the group, width).
-    ordered: whether they are in sequence order; else in rank order.
-    used: whether they were asked for; num_read: of how many groups they were read.
-    generation: as that of a Saved.
+    They come in groups of kv heads.
+
+    Attributes:
+        k, v, plan: what they were gathered from; given: k and v as a user passed them to gather.
+        groups: for each group of heads, where its keys and values arrive, (rows, heads of the group, width).
+        ordered: True for sequence order, False for rank order.
+        used: True once a forward or backward has asked for them; num_read: number of groups it has read.
+        generation: that of the plan when they were gathered; see Saved.
     """
 
     k: Any
@@ -65,9 +68,10 @@ class Keys:
             group.done()
 
     def in_order(self, engine: Any, kept: list[tuple[Any, Any]] | None = None) -> Iterator[tuple[Any, Any]]:
-        """Each group's keys and values in sequence order, without what padding held, once they have arrived.
+        """Yield each group's keys and values in sequence order, without what padding held, once they have arrived.
 
         Args:
+            engine: the engine of the plan.
             kept: gets them too, and they stay as they are; None: those of a group go when the next one's come.
         """
         self.used = True

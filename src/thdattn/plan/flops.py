@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one attention layer, all ranks together: exact ints.
+    """Floating-point operations of one attention layer, summed over all ranks; exact ints.
 
-    forward, backward: of one call each.
+    Attributes:
+        forward, backward: of one call each.
     """
 
     forward: int

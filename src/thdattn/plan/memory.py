@@ -40,7 +40,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Memory(Mapping[str, int]):
-    """Bytes of every buffer that a batch takes on this rank, by name: of arrays, without what allocators round up.
+    """Bytes of every buffer that a batch takes on this rank, by name, without what allocators round up.
 
     Of calls of forward and backward; for start_backward, the sums of the last group of heads take room as the others
     do, and so do the keys of all groups in rank order for a gather while those of another one wait for their call.
@@ -70,7 +70,11 @@ class Memory(Mapping[str, int]):
         return sum(self.saved.values())
 
     def wanted(self, forward_only: bool = False) -> int:
-        """Bytes that have to be free for one layer, whose q, k and v, or zxbcdt, are there."""
+        """Return the bytes that must be free for one layer, beside its q, k and v, or its zxbcdt.
+
+        Args:
+            forward_only: leave out what backward needs.
+        """
         callers = "q", "k", "v", "zxbcdt"
         parts = [self.forward, {name: size for name, size in self.saved.items() if name not in callers}]
         if not forward_only:
