@@ -35,7 +35,8 @@ def test_missing_cublas_is_named_with_a_command_that_installs_it(monkeypatch):
     assert f"{extra} = [" in (Path(__file__).parents[2] / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize("arch", [
+    "sm_90a", *(pytest.param(arch, marks=pytest.mark.exhaustive) for arch in ("sm_80", "sm_100", "sm_120"))])
 def test_kernels_compile_and_do_not_spill(arch):
     program = nvrtc.createProgram(layers_cuda.source(), "layers.cu", (), ())
     try:

@@ -61,12 +61,14 @@ def test_ranks_of_a_group_are_numbered_within_it_and_others_are_refused(three_ra
     assert "process 2: rank 1 of 2 has [10.0, 11.0]" in said
 
 
+@pytest.mark.exhaustive
 def test_groups_of_torchrun_keep_the_contract():
     run = run_torchrun(4, RANKS / "comm_groups.py", "torch-gloo", "4", timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("groups on torch done") == 4
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_together_are_the_oracle():
     run = run_torchrun(2, RANKS / "attention_ranks.py", "cases,methods", "torch-gloo", "2", timeout=180)
     assert run.returncode == 0, run.stderr
@@ -80,6 +82,7 @@ def test_failing_rank_ends_the_others():
     assert "ValueError: rank 1 had bad luck" in run.stderr and "done" not in run.stdout
 
 
+@pytest.mark.exhaustive
 def test_rank_that_stops_or_is_late_is_named():
     """By the thread that asks, long before torch's timeout; and with torch's own error, at that."""
     jobs = {kind: launch.start([*launch.torchrun(2), str(RANKS / "torch_faults.py"), kind, "gloo", "6"])
