@@ -65,5 +65,4 @@ lint:
 	@python=$$(tools/setup.sh lint) && "$$python" -m ruff check . && exec "$$python" -m mypy
 
 docs:
-	@python=$$(tools/setup.sh docs) && "$$python" -m pdoc --docformat google -o build/docs thdattn thdattn.costs thdattn.oracle thdattn.torch \
-	  && echo "wrote build/docs/index.html"
+	@python=$$(tools/setup.sh docs) && exec "$$python" tools/docs.py build/docs

@@ -33,6 +33,8 @@ from numpy.typing import DTypeLike, NDArray
 if TYPE_CHECKING:
     from thdattn.packing import PackedBatch
 
+__all__ = ["Result", "Truth", "Verdict", "attention", "judge", "packed_attention", "truth"]
+
 Array = NDArray[Any]
 
 MAX_BLOCK_ROWS = 256
