@@ -240,7 +240,8 @@ def alone(documents, tmp_path_factory):
 
 @pytest.mark.parametrize(("ranks", "words", "said"), [
     (4, {"cp": 2, "accumulate": 1, "cp_comm_type": "a2a+all_gather", "sharding": "balanced"}, "ranks: 4 in 2 groups"),
-    (2, {"sharding": "balanced"}, "ranks: 2, backend 'mpi'"), (2, {"size": "tiny-hybrid"}, "layers, 1 of them mixers"),
+    *(pytest.param(2, words, said, marks=pytest.mark.exhaustive) for words, said in (
+        ({"sharding": "balanced"}, "ranks: 2, backend 'mpi'"), ({"size": "tiny-hybrid"}, "layers, 1 of them mixers"))),
 ])  # fmt: skip
 def test_processes_train_the_model_of_one(documents, alone, tmp_path, monkeypatch, ranks, words, said):
     """Users start them under MPI, whose collectives of two groups run at the same time."""
