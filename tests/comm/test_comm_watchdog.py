@@ -264,3 +264,27 @@ def test_start_of_mpi_that_holds_the_lock_is_ended():
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert run.returncode == -9 and run.stdout == ""
     assert run.stderr.startswith("thdattn: rank 0 on node7: the start of MPI has not completed within 0.5 s")
+
+
+FORKS = """
+import os, time
+from thdattn.comm.failures.watchdog import Watch
+
+parent = Watch("the parent", 1000.0, None)
+parent.start()
+with parent.waiting("barrier"):
+    number = os.fork()
+if number == 0:
+    child = Watch("the child", 0.1, lambda: os._exit(3))
+    child.start()
+    with child.waiting("barrier"):
+        time.sleep(20)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+"""
+
+
+def test_forked_child_has_a_watchdog_of_its_own():
+    run = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout) == (0, "3\n")
+    assert "thdattn: the child: barrier, number 1 of this comm, has not completed within 0.1 s" in run.stderr
