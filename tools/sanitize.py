@@ -1,10 +1,10 @@
-"""compute-sanitizer over every kernel: memcheck, synccheck, initcheck and racecheck, with small packs, and a table.
+"""Run every kernel under compute-sanitizer's memcheck, synccheck, initcheck and racecheck, and print a table.
 
     python3 tools/sanitize.py --jobs 16 --logs build/sanitize
 
-Wants a GPU and compute-sanitizer of the CUDA toolkit on PATH. Kernels are compiled before, without it. A report counts
-under its kernel and its kind; logs have the rest. Reports that EXPLAINED gives a reason for are printed apart. The exit
-status is 1 if there were others, or a program did not end well.
+It needs a GPU, and compute-sanitizer of the CUDA toolkit on PATH. Packs are small. Kernels are compiled before, without
+the sanitizer. A report counts under its kernel and its kind; logs have the rest. Reports with a reason in EXPLAINED are
+printed separately. The exit status is 1 if there were others, or if a program failed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KERNEL = re.compile(r"\bthd_\w+")
 MBARRIERS = "mbarriers order bulk copies, reads and writes; racecheck does not follow them"
 NAMED = "two roles meet at one named barrier in two places"
 HIDDEN = "rows in front that a mask discards"
-# (tool, kernel, kind): why a report is none of a defect. The kernels' sources say more, where it stands.
+# (tool, kernel, kind): why a report is no defect. The kernels' sources say more.
 EXPLAINED = {
     **{("racecheck", kernel, f"Race reported between {access} access"): MBARRIERS
        for access in ("Read", "Write")
@@ -72,7 +72,7 @@ SECONDS, NOT_ENDED, NOT_BEGUN = 200, 124, 125  # that one program may take, and 
 
 
 class Program(NamedTuple):
-    """A group of cases of a family of kernels, or tests of pytest."""
+    """Group of cases of a family of kernels, or tests of pytest."""
 
     name: str
     command: tuple[str, ...]
@@ -90,7 +90,7 @@ class Outcome(NamedTuple):
 
 
 def programs() -> list[Program]:
-    """All programs: one for each family and head dim, the mixer's, and tests."""
+    """Return all programs: one for each family and head dim, the mixer's, and tests."""
     here = [sys.executable, str(Path(__file__).resolve()), "--inside"]
     groups = [*(f"{family} {head_dim} {v_head_dim}" for family in FAMILIES for head_dim, v_head_dim in TILES),
               *(f"{family} mixer" for family in FAMILIES)]  # fmt: skip
@@ -100,7 +100,7 @@ def programs() -> list[Program]:
 
 
 def cases_of(group: str, few: bool = False) -> Iterator[FuzzCase]:
-    """The cases of a group, in small packs: every instance of its kernels, or a few for the slowest tool."""
+    """Yield the cases of a group, in small packs: every instance of its kernels, or a few for the slowest tool."""
     if group.endswith("mixer"):
         for mixer, dtype in (((8, 64, 128, 1, 4), "bfloat16"), ((8, 128, 64, 2, 3), "float16")):
             for ranks in (1,) if few else (1, 2):
@@ -131,7 +131,7 @@ def cases_of(group: str, few: bool = False) -> Iterator[FuzzCase]:
 
 
 def run_inside(group: str, few: bool) -> None:
-    """Run the cases of a group; every array is an allocation of its own, so that memcheck sees its end."""
+    """Run the cases of a group. Every array has its own allocation, so that memcheck sees its end."""
     cupy = importlib.import_module("cupy")
     cupy.cuda.set_allocator(None)
     with portable_kernels() if group.startswith("portable") else nullcontext():
@@ -176,7 +176,7 @@ def main() -> int:
 
 
 def play(program: Program, tool: str, logs: Path, end: float) -> Outcome:
-    """Run a program below a tool, until a time of time.monotonic(); "compile" is none, and has its kernels compiled."""
+    """Run a program under a tool until a time of time.monotonic(). "compile" runs no tool: it compiles the kernels."""
     log, begin = logs / f"{tool} {program.name}.log".replace(" ", "_"), time.monotonic()
     above = [] if tool == "compile" else [
         "compute-sanitizer", "--tool", tool, "--print-limit", "100000", "--target-processes", "all",
@@ -198,7 +198,7 @@ def play(program: Program, tool: str, logs: Path, end: float) -> Outcome:
 
 
 def found_in(text: str, tool: str) -> Counter[tuple[str, str, str]]:
-    """The reports of a log, by tool, kernel and kind; a kernel is the first that a report names."""
+    """Count the reports of a log by tool, kernel and kind. The kernel is the first one that a report names."""
     reports: Counter[tuple[str, str, str]] = Counter()
     kind: str | None = None
     for line in text.splitlines():

@@ -78,7 +78,7 @@ FILES = {file: kernel for kernel in KERNELS for file in compiler.files(kernel) i
 
 
 def resources(log: str, lowered: str) -> tuple[int, int]:
-    """(bytes spilled or on the stack, bytes of static shared memory) of one entry function in ptxas's log."""
+    """Return (bytes spilled or on the stack, bytes of static shared memory) of one entry function in ptxas's log."""
     (entry,) = [part for part in log.split("Compiling entry function")[1:] if part.lstrip().startswith(f"'{lowered}'")]
     spilled = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", entry)
     assert len(spilled) == 3 and "registers" in entry, f"ptxas says other things than expected: {entry}"
@@ -87,7 +87,7 @@ def resources(log: str, lowered: str) -> tuple[int, int]:
 
 
 def compile_all(kernels: list[tuple[str, int]], arch: str, most_spilled: int = 0) -> None:
-    """Compiles kernels in parallel (NVRTC releases the interpreter) and checks each against the architecture."""
+    """Compile kernels in parallel (NVRTC releases the interpreter), and check each against the architecture."""
     compiler.compile_kernel(SMALL_KERNEL, arch)  # the first call loads parts of NVRTC: not safe in several threads
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = list(pool.map(lambda kernel: compiler.compile_kernel(kernel[0], arch), kernels))
@@ -102,7 +102,7 @@ def compile_all(kernels: list[tuple[str, int]], arch: str, most_spilled: int = 0
 
 
 def attention_kernels(tiles: Tiles, arch: str) -> list[Instance]:
-    """Those that a GPU runs: on Hopper its own, and the portable ones for what those leave to do."""
+    """Return the kernels that a GPU runs: on Hopper its own, and the portable ones that it also needs."""
     portable = tiles.portable_kernels(ARCHITECTURES[arch])
     if arch != "sm_90a":
         return portable
@@ -111,9 +111,9 @@ def attention_kernels(tiles: Tiles, arch: str) -> list[Instance]:
 
 
 def most_spilled(arch: str, dims: tuple[int, int], caps: bool = False) -> int:
-    """With gradients in float32, the pair of 192/128 has a few words on the stack: less than fewer registers cost.
+    """Return the bytes that may spill: with float32 gradients, 192/128 has a few words on the stack.
 
-    So has 256/256 with capped logits, which it meets once per tile of keys.
+    256/256 with capped logits also has some, used once per key tile. Fewer registers would cost more.
     """
     if arch != "sm_90a":
         return 0
@@ -121,8 +121,8 @@ def most_spilled(arch: str, dims: tuple[int, int], caps: bool = False) -> int:
 
 
 def some_or_others(kernels: list[Instance], others: bool) -> list[Instance]:
-    """All forwards, and backwards that have every constant that there is: of each kernel the first, the last, and what
-    has one that both lack. Or the others, which combine these constants in another way."""
+    """Select all forwards, and backwards with every constant: each kernel's first and last instance, and those with a
+    constant that both lack. Or select the others, which combine these constants in other ways."""
     by_kernel: dict[str, list[Instance]] = {}
     for kernel in kernels:
         by_kernel.setdefault(kernel.name.partition("<")[0], []).append(kernel)
@@ -149,13 +149,13 @@ def test_attention_kernels_fit_and_do_not_spill(arch, dims, others):
 @EACH_HEAD_DIM
 @AMPERE_AND_HOPPER
 def test_float16_takes_the_registers_of_bfloat16(arch, dims):
-    """Of a GPU of each kind, with results in 16 bits, as they are used most."""
+    """Results in 16 bits are used most; one GPU of each kind is enough."""
     kernels = [*attention_kernels(TILES[dims], arch), DECODE[dims].thd_attn_decode("float16")]
     compile_all([kernel for kernel in kernels if "<f16" in kernel.name and "float" not in kernel.name], arch)
 
 
 def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
-    """The kernels for sinks and soft-capped logits in bfloat16, of Hopper or of every GPU."""
+    """Return the kernels for sinks and soft-capped logits in bfloat16, of Hopper or of every GPU."""
     dtype, capped = "bfloat16", Kind(caps=True, sinks=False)
     kinds = Kind(caps=False, sinks=True), capped, Kind(caps=True, sinks=True)
     forward = tiles.thd_attn_fwd_sm90 if arch == "sm_90a" else tiles.thd_attn_fwd
@@ -197,7 +197,7 @@ def test_decode_kernels_fit_and_do_not_spill(arch, dims):
 
 
 def mixer_slabs(arch, state_dim):
-    """Those that a GPU may choose."""
+    """Return the slabs that a GPU may choose."""
     return {slab_for(state_dim, columns, ARCHITECTURES[arch], arch == "sm_90a") for columns in (64, 128)}
 
 
@@ -227,12 +227,12 @@ def test_other_mixer_kernels_fit_and_do_not_spill(arch):
 
 
 def of_gradients(walk):
-    """What makes gradients of states."""
+    """Return the constructor of the kernel of gradients of states."""
     return walk.gate_kernel if walk.by_boxes else walk.thd_ssd_dstates
 
 
 def mixer_walks(arch, state_dim, dtype):
-    """Those of the backward that a GPU may choose."""
+    """Yield the kernels of the backward's walks that a GPU may choose."""
     sizes = [(dim, columns) for dim in MIXER_SIZES["head_dim"] for columns in (64, 128) if columns % dim == 0]
     tiles = [(tile, columns) for dim, columns in sizes if (tile := mixer_tile(arch, dim, state_dim))]
     walks = {walk_for(tile, columns, ARCHITECTURES[arch]) for tile, columns in tiles}
@@ -244,7 +244,7 @@ def mixer_walks(arch, state_dim, dtype):
 
 
 def mixer_tile(arch, head_dim, state_dim):
-    """That of the backward; None where the GPU has too little shared memory."""
+    """Return the backward's tile, or None if the GPU has too little shared memory."""
     try:
         return chunk_tile_for(head_dim, state_dim, ARCHITECTURES[arch], arch == "sm_90a")
     except ValueError:
@@ -268,8 +268,7 @@ def test_other_mixer_backward_kernels_fit_and_do_not_spill(arch, others):
 @pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
 @EACH_ARCHITECTURE
 def test_mixer_gradients_of_chunks_fit(arch, others):
-    """They keep three sums for a chunk in registers; what does not fit is on the stack, which is less than it costs to
-    have fewer warps at a time."""
+    """They keep three sums of a chunk in registers. Some are on the stack, which costs less than fewer warps."""
     of_hopper = {(tile.head_dim, tile.state_dim) for tile in CHUNK_TILES_SM90 if arch == "sm_90a"}
     tiles = [tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) not in of_hopper]
     kernels = [tile.thd_ssd_bwd("bfloat16") for tile in (tiles[1:] if others else tiles[:1])]
@@ -296,7 +295,7 @@ def test_mixer_gradients_of_chunks_take_the_first_choice_that_fits(sizes):
 
 @pytest.mark.parametrize("columns", [64, 128, 192])
 def test_states_are_made_as_tiles_read_them(columns):
-    """Those of Hopper as boxes, in whole columns; others whatever GPU they run on."""
+    """Hopper's tiles read boxes of whole columns; others read the same on every GPU."""
     for tile in (*CHUNK_TILES, *CHUNK_TILES_SM90):
         if columns % tile.head_dim == 0:
             walk = walk_for(tile, columns, ARCHITECTURES["sm_90a"])
@@ -416,7 +415,7 @@ def test_an_error_names_the_file_and_the_line_that_are_wrong(file, name, edited)
 
 
 def with_tiles():
-    """One instance of every kernel whose shared memory Python computes."""
+    """Return one instance of every kernel whose shared memory Python computes."""
     narrow, wide = TILES[64, 64], TILES[256, 256]
     backward = narrow.backward[0]
     mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
@@ -483,7 +482,7 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
 
 @pytest.mark.parametrize("constant", compiler.CONSTANTS)
 def test_a_constant_that_python_has_otherwise_does_not_compile(constant, monkeypatch):
-    """Every file checks its constants, and one kernel includes each."""
+    """One kernel includes each file with constants."""
     value = compiler.CONSTANTS[constant]
     wrong = value + 1 if isinstance(value, int) else lambda columns: value(columns) + 8
     monkeypatch.setitem(compiler.CONSTANTS, constant, wrong)

@@ -1,4 +1,4 @@
-"""What is compiled once is read from the disk cache, by several processes too, until its sources change. No GPU."""
+"""Compiled kernels are read from the disk cache, also by several processes, until their sources change. No GPU."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_four_processes_that_compile_at_once_agree_and_leave_one_whole_file(cach
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """(cache that has the kernel, its name in the cubin)."""
+    """Return (a cache with the kernel, its name in the cubin)."""
     directory = tmp_path_factory.mktemp("compiled") / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("THDATTN_CACHE_DIR", str(directory))

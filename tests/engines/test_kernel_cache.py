@@ -1,4 +1,4 @@
-"""The disk cache of kernels: what it refuses to read, where it is, and that failures leave nothing behind. No NVRTC."""
+"""Disk cache of kernels: what it refuses to read, where it is, and that failures leave nothing behind. No NVRTC."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def filled(cache):
 
 
 def give_away(path, monkeypatch):
-    """Makes path belong to another user: by chown where the tests run as root, else by changing who asks."""
+    """Make path belong to another user: by chown if the tests run as root, else by changing who asks."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1, follow_symlinks=False)
     else:

@@ -1,4 +1,4 @@
-"""tools/sanitize.py: what is made of the tools' reports, and that its packs are cases that run."""
+"""tools/sanitize.py: it counts the tools' reports, and its cases run and are right."""
 
 from __future__ import annotations
 
