@@ -156,10 +156,7 @@ __device__ __forceinline__ void run_dk_warpgroup(Shared& shared, Gradients<Grad>
       release(ring.back(1).stage);
       kv_parity ^= 1;
     }
-    const int2 mine_done = shared.warp_tile[me().warp];
-    const Partial partial = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.template write_partial<T, 0>(acc_dk, logits.scale, partial, mine_done.x, mine_done.y, size);
-    grads.release(mine_done.x, mine_done.y, 0, partial, size);
+    grads.template finish_one<T, 0>(shared.warp_tile[me().warp], acc_dk, logits.scale, size);
   }
 }
 
@@ -288,10 +285,7 @@ __device__ __forceinline__ void run_dv_warpgroup(Shared& shared, Gradients<Grad>
       if constexpr (kOverlaps) finish_dv();
       arrive(&shared.kv_empty);
     }
-    const int2 mine_done = shared.warp_tile[4 + me().warp];
-    const Partial partial = grads.claim(mine_done.x, mine_done.y, 1, size);
-    grads.template write_partial<T, 1>(acc_dv, 1.f, partial, mine_done.x, mine_done.y, size);
-    grads.release(mine_done.x, mine_done.y, 1, partial, size);
+    grads.template finish_one<T, 1>(shared.warp_tile[4 + me().warp], acc_dv, 1.f, size);
   }
   shared.wait_for_stage(ds_ring);
   hand_over_dscore(shared, ds_ring.stage, shared.dout_step[ring.stage]);

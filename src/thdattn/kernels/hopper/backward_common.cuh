@@ -299,6 +299,23 @@ struct Gradients {
     write_row<T, kWhich, 1>(acc, scale, partial, row + me().lane / 4 + 8, kv_head, size);
   }
 
+  // The epilogue of a warp for 16 rows of one kv head, `at` = (first row, kv head): dk and dv, or one of them.
+  template <typename T, int kKBlocks, int kVBlocks>
+  __device__ __forceinline__ void finish(int2 at, const float (&acc_dk)[kKBlocks][4], float scale,
+                                         const float (&acc_dv)[kVBlocks][4], BackwardSize size) const {
+    const Partial partial = claim(at.x, at.y, 0, size);
+    write_partial<T, 0>(acc_dk, scale, partial, at.x, at.y, size);
+    write_partial<T, 1>(acc_dv, 1.f, partial, at.x, at.y, size);
+    release(at.x, at.y, 0, partial, size);
+  }
+  template <typename T, int kWhich, int kBlocks>
+  __device__ __forceinline__ void finish_one(int2 at, const float (&acc)[kBlocks][4], float scale,
+                                             BackwardSize size) const {
+    const Partial partial = claim(at.x, at.y, kWhich, size);
+    write_partial<T, kWhich>(acc, scale, partial, at.x, at.y, size);
+    release(at.x, at.y, kWhich, partial, size);
+  }
+
  private:
   // Writes one (kHalf) of the two rows that this thread shares with its quad.
   template <typename T, int kWhich, int kHalf, int kBlocks>

@@ -161,11 +161,7 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
         start_p(0);
       }
     }
-    const int2 mine_done = shared.warp_tile[side * 4 + me().warp];
-    const Partial partial = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.template write_partial<T, 0>(acc_dk, logits.scale, partial, mine_done.x, mine_done.y, size);
-    grads.template write_partial<T, 1>(acc_dv, 1.f, partial, mine_done.x, mine_done.y, size);
-    grads.release(mine_done.x, mine_done.y, 0, partial, size);
+    grads.template finish<T>(shared.warp_tile[side * 4 + me().warp], acc_dk, logits.scale, acc_dv, size);
   }
 }
 
