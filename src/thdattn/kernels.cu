@@ -53,14 +53,14 @@
 //   KV split       a part of the keys of a query tile or of a cached sequence, computed by one thread block
 //   acc            accumulators in registers
 //   accum          fp32 accumulators in global memory, to which several thread blocks may add
-//   partial        one thread block's (or rank's) term of a sum; a block claims, writes and releases it
+//   partial        one thread block's (or rank's) term of a sum; a thread block claims, writes and releases it
 //   semaphore      the int that tells these thread blocks whose partial sum has arrived
 //   panel          64 query rows by some columns of a partial dq: the unit of one bulk copy
 //   stats          -lse / softmax_scale and -delta of every query row
 //   stage, ring    one of several equal buffers that are filled ahead; all of them
 //   slab           64 (or 32) columns of a tile in shared memory: the width of the swizzle and of a TMA box
 //   fragment       the part of a matrix operand that a warp holds: 16 rows by 16 columns
-//   block          8 columns of accumulators; a CUDA block is always called thread block
+//   block          8 columns of accumulators; only with clusters, one of their two thread blocks
 //   run            consecutive row numbers of a plan's array
 
 #pragma once
