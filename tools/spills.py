@@ -29,14 +29,15 @@ class Verdict(NamedTuple):
     text: str
 
 
-def candidate(head_dim: int, v_head_dim: int) -> Tiles:
-    """Return the row of the table for these head dims, or a copy of the nearest one.
+def candidate(head_dim: int, v_head_dim: int, arch: str) -> Tiles:
+    """Return the row of the table for these head dims, or a copy of the nearest one, without what `arch` does not use.
 
     Raises:
         ValueError: the copy's tile sizes do not divide these head dims.
     """
     nearest = min(TILES, key=lambda dims: (abs(dims[0] - head_dim) + abs(dims[1] - v_head_dim), -dims[0], -dims[1]))
-    row = replace(TILES[nearest], head_dim=head_dim, v_head_dim=v_head_dim)
+    portable = () if arch == "sm_90a" else TILES[nearest].backward
+    row = replace(TILES[nearest], head_dim=head_dim, v_head_dim=v_head_dim, backward=portable)
     missing = row.wgmma_columns.difference(configs.WGMMA_COLUMNS)
     if missing:
         configs.WGMMA_COLUMNS = sorted(missing.union(configs.WGMMA_COLUMNS))
@@ -65,7 +66,7 @@ def judge(kernel: Instance, arch: str) -> Verdict:
 def judge_all(head_dim: int, v_head_dim: int, arch: str, only: str = "") -> Iterator[tuple[str, Verdict]]:
     """Yield (name, verdict) of the kernels of a head dim whose name contains `only`."""
     try:
-        row = candidate(head_dim, v_head_dim)
+        row = candidate(head_dim, v_head_dim, arch)
         kernels = row.hopper_kernels() if arch == "sm_90a" else row.portable_kernels(SHARED_BYTES[arch])
     except ValueError as error:
         yield f"head dims {head_dim}/{v_head_dim}", Verdict(False, str(error))

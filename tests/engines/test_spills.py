@@ -1,0 +1,55 @@
+"""tools/spills.py: a head dim whose tile sizes would be wrong is refused with a reason. No GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from launch import SOURCE
+
+from thdattn.kernels import configs
+
+pytest.importorskip("cupy")
+try:
+    from thdattn.jit import compiler
+
+    compiler.nvrtc.getVersion()
+except Exception as error:
+    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
+
+sys.path.append(str(SOURCE.parent / "tools"))
+
+import spills
+
+
+@pytest.fixture(autouse=True)
+def own_matrix_instructions(monkeypatch):
+    """Candidates need matrix instructions of other widths, which no other test may see."""
+    monkeypatch.setattr(configs, "WGMMA_COLUMNS", [*configs.WGMMA_COLUMNS])
+    yield
+    monkeypatch.undo()
+    compiler.forget_files()
+
+
+@pytest.mark.parametrize(("head_dim", "arch", "only", "reason"), [
+    (80, "sm_80", "", "leaves warps parts of fragments of dq"),
+    (48, "sm_90a", "fwd_sm90<bf16, bf16, false, false", "whole slabs bring kTileBytes"),
+    (112, "sm_90a", "bwd_sm90<bf16, bf16, bf16", "panels of dq have all its columns"),
+    (160, "sm_90a", "by_gradient_sm90<bf16, bf16, bf16", "rows of a tile are 128 bytes apart"),
+    (160, "sm_90a", "bwd_dq_sm90<bf16, bf16", "rows of a tile are 128 bytes apart"),
+])  # fmt: skip
+def test_a_head_dim_that_kernels_cannot_have_is_refused(head_dim, arch, only, reason):
+    verdicts = dict(spills.judge_all(head_dim, head_dim, arch, only))
+    assert verdicts
+    for name, verdict in verdicts.items():
+        assert not verdict.usable and reason in verdict.text, f"{name}: {verdict}"
+
+
+def test_a_head_dim_that_kernels_can_have_is_judged_by_its_resources():
+    ((name, verdict),) = spills.judge_all(32, 32, "sm_80", "thd_attn_fwd<bf16, bf16, false, false")
+    assert name.startswith("thd_attn_fwd<bf16, bf16, false, false, 32, 32,")
+    assert verdict.usable and " registers, 0 bytes spilled, " in verdict.text
+
+
+def test_a_head_dim_of_the_table_keeps_its_row():
+    assert spills.candidate(192, 128, "sm_80") == configs.TILES[192, 128]
