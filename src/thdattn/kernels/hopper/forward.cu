@@ -200,8 +200,7 @@ template <bool kQInRegisters, bool kLazyRowMax, bool kSinks, bool kSplitKv, type
           int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
-    float* lse, float* max_logits, KvPartials all_partials, ForwardSize size, Logits<kCaps> logits,
-    const float* sinks) {
+    float* lse, float* max_logits, KvPartials splits, ForwardSize size, Logits<kCaps> logits, const float* sinks) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
@@ -310,9 +309,8 @@ __device__ __forceinline__ void consume_forward(
       constexpr int kWarps = 4 * kConsumers, kQuads = kPartialQuads<kOutBlocks>;
       const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp;
       const size_t pitch = (size_t)size.num_heads * kWarps * kQuads;
-      if (unpacked(word).count > 1 &&
-          !merge_splits(all_partials.partials + mine * kQuads, pitch, all_partials.arrived + mine, unpacked(word),
-                        acc_out, softmax, padding))
+      if (unpacked(word).count > 1 && !merge_splits(splits.partials + mine * kQuads, pitch, splits.arrived + mine,
+                                                    unpacked(word), acc_out, softmax, padding))
         continue;
     }
 

@@ -86,10 +86,27 @@ template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int k
 struct PortableBackwardShared {
   T k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
   T q[kStages * kTileM * (kHeadDim + kPad)], dout[kStages * kTileM * (kVHeadDim + kPad)];
+  static_assert(kStages <= 2, "query tiles are loaded one step ahead");
   static_assert(kTileM % 16 == 0 && kTileN % 16 == 0, "fragments have 16 rows");
   static_assert(kHeadDim % 16 == 0 && kVHeadDim % 16 == 0, "fragments have 16 columns");
   T ds[kTileN * (kTileM + kPad)];     // keys are the rows
   float stats[kStages * 2 * kTileM];  // -lse and -delta
+};
+
+// How the warps of a thread block divide the columns of dk, dv and dq: into whole fragments of 16 columns.
+template <int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kColumnWarps>
+struct PortableBackwardColumns {
+  static constexpr int kOfDk = kHeadDim / kColumnWarps, kOfDv = kVHeadDim / kColumnWarps;
+  static_assert(kHeadDim % (16 * kColumnWarps) == 0 && kVHeadDim % (16 * kColumnWarps) == 0,
+                "column warps divide dk and dv into whole fragments of 16 columns");
+
+  // A warp has kOfDq columns of dq, of one fragment of 16 rows or, if that leaves whole fragments of columns, of two.
+  static constexpr int kWarps = kTileN / 16 * kColumnWarps;
+  static constexpr bool kTwo = kTileM >= 32 && kWarps * 32 >= kTileM && kHeadDim / (kWarps * 32 / kTileM) % 16 == 0;
+  static constexpr int kFragments = kTwo ? 2 : 1, kWarpsM = kTileM / (16 * kFragments);
+  static constexpr int kOfDq = kHeadDim / (kWarps / kWarpsM);
+  static_assert(kWarps % kWarpsM == 0 && kOfDq % 16 == 0 && kOfDq * (kWarps / kWarpsM) == kHeadDim,
+                "warps divide dq into whole fragments of 16 columns");
 };
 
 // Turns a warp's scores, 16 keys by 8 * kBlocks queries, into probabilities. Keys that a query does not see get 0.
@@ -160,10 +177,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     float* __restrict__ dq_accum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kTileN * 2 * kColumnWarps, kWarps = kThreads / kWarp;
-  constexpr int kBlocks = kTileM / 8, kKCols = kHeadDim / kColumnWarps, kVCols = kVHeadDim / kColumnWarps;
-  static_assert(kStages <= 2, "query tiles are loaded one step ahead");
-  static_assert(kHeadDim % (16 * kColumnWarps) == 0 && kVHeadDim % (16 * kColumnWarps) == 0,
-                "column warps divide dk and dv into whole fragments of 16 columns");
+  using Columns = PortableBackwardColumns<kHeadDim, kVHeadDim, kTileM, kTileN, kColumnWarps>;
+  constexpr int kBlocks = kTileM / 8, kKCols = Columns::kOfDk, kVCols = Columns::kOfDv;
   constexpr int kQSize = kTileM * (kHeadDim + kPad), kDoutSize = kTileM * (kVHeadDim + kPad);
   using Shared = PortableBackwardShared<T, kHeadDim, kVHeadDim, kTileM, kTileN, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
@@ -259,12 +274,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     copies_commit();
     if (kAddDq) {
       // dq += dS k. The warps divide the tile of dq.
-      constexpr bool kPairs = kTileM >= 32 && kWarps * 32 >= kTileM && kHeadDim / (kWarps * 32 / kTileM) % 16 == 0;
-      constexpr int kFragments = kPairs ? 2 : 1;
-      constexpr int kWarpsM = kTileM / (16 * kFragments), kCols = kHeadDim / (kWarps / kWarpsM);
+      constexpr int kFragments = Columns::kFragments, kWarpsM = Columns::kWarpsM, kCols = Columns::kOfDq;
       const int query = warp % kWarpsM * 16 * kFragments, col = warp / kWarpsM * kCols;
-      static_assert(kWarps % kWarpsM == 0 && kCols % 16 == 0 && kCols * (kWarps / kWarpsM) == kHeadDim,
-                    "warps divide dq into whole fragments of 16 columns");
       float acc_dq[kFragments][kCols / 8][4] = {};
       const T* const a_lane = shared.ds + (lane / 16 * 8 + lane % 8) * (kTileM + kPad) + query + lane / 8 % 2 * 8;
       #pragma unroll

@@ -11,6 +11,7 @@ CHECK_kMaxSplits;
 
 template <typename T, int kHeadDim, int kVHeadDim, int kWarps, int kStages>
 struct DecodeTiles {
+  static_assert(kHeadDim % 16 == 0 && kVHeadDim % 16 == 0, "fragments have 16 columns");
   struct Stage { T k[kKeys * (kHeadDim + kPad)], v[kKeys * (kVHeadDim + kPad)]; };
   T q[kHeads * (kHeadDim + kPad)];
   Stage stages[kWarps][kStages];
@@ -76,7 +77,6 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     float* __restrict__ lse, const int2* key_ranges, Logits<kCaps> logits, const float* sinks,
     float* partial, float2* partial_stats, u32* arrived, int group) {
   constexpr int kThreads = kWarps * kWarp, kStep = kKeys * kWarps, kPitch = kVHeadDim + kPad, kVecs = kVHeadDim / 4;
-  static_assert(kHeadDim % 16 == 0 && kVHeadDim % 16 == 0, "fragments have 16 columns");
   using Tiles = DecodeTiles<T, kHeadDim, kVHeadDim, kWarps, kStages>;
   using Partials = DecodePartials<kVHeadDim, kWarps>;
   static_assert(same_bytes<(sizeof(Tiles) > sizeof(Partials) ? sizeof(Tiles) : sizeof(Partials)), kSharedBytes>());
