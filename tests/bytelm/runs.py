@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -129,6 +130,11 @@ def run(
                [result.num_overflows for result in results])  # fmt: skip
 
 
+def on_ranks(ranks: int, program: Callable[[thdattn.comm.Comm], Any]) -> list[Any]:
+    """Run a program on simulated ranks, or on a single one, whose graphs can be captured."""
+    return [program(thdattn.comm.init("single"))] if ranks == 1 else thdattn.comm.run_local(ranks, program)
+
+
 def outcome(
     layout: Layout, training: list[MicroBatch], accumulate: int = 4, engine: str = "reference", **graphs: Any
 ) -> list[Run]:
@@ -138,7 +144,7 @@ def outcome(
         made = trainer(comm, engine, cp_size=layout.cp_size, method=layout.method, config=layout.config, **graphs)
         return run(made, training, training[:3], accumulate, validate_every=2)
 
-    return thdattn.comm.run_local(layout.ranks, program)
+    return on_ranks(layout.ranks, program)
 
 
 def overflows(batches: list[MicroBatch], room: int, accumulate: int, num_groups: int, impl: str) -> list[int]:

@@ -41,15 +41,21 @@ def same(one, other):
 # --- documents -------------------------------------------------------------------------------------------------
 
 
-def test_documents_are_the_files_below_the_folder_but_for_empty_and_hidden_ones(folder):
+def test_documents_are_the_readable_files_below_a_folder_but_for_empty_and_hidden_ones(folder):
     (folder / "empty").touch()
     (folder / ".hidden").write_text("secret")
-    (folder / ".git").mkdir()
-    (folder / ".git" / "config").write_text("secret")
     (folder / "gone").symlink_to(folder / "nowhere")
+    if os.geteuid():  # root may read everything
+        (folder / "unreadable").write_text("secret")
+        (folder / "unreadable").chmod(0)
+    hidden = folder / ".git"
+    hidden.mkdir()
+    for name in "ab":
+        (hidden / name).write_text("secret")
     found = data.find_documents(folder)
     assert [document.name for document in found] == sorted(f"{i % 3}/{i}.txt" for i in range(len(SIZES)))
     assert Counter(document.end for document in found) == Counter(SIZES)
+    assert len(data.find_documents(hidden)) == 2, "a folder in a hidden one is read if it is asked for"
 
 
 def test_documents_of_the_standard_library_are_real_sources():
@@ -58,13 +64,6 @@ def test_documents_of_the_standard_library_are_real_sources():
     assert {"json/decoder.py", "argparse.py"} <= names
     assert not [name for name in names if "site-packages" in name or "/tests/" in name or name.startswith("test/")]
     assert sum(document.end for document in found) > 4e6
-
-
-def test_a_folder_within_hidden_folders_is_read(tmp_path):
-    (tmp_path / ".cache").mkdir()
-    (tmp_path / ".cache" / "a").write_text("a")
-    (tmp_path / ".cache" / "b").write_text("b")
-    assert len(data.find_documents(tmp_path / ".cache")) == 2
 
 
 def test_a_single_file_is_cut_in_two(tmp_path):
@@ -98,12 +97,6 @@ def test_tokens_are_eod_bytes_eod_in_whatever_parts_they_are_read(tmp_path):
 def test_a_folder_without_documents_is_named(tmp_path, make, message):
     with pytest.raises(ValueError, match=message):
         data.find_documents(make(tmp_path))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_files_that_may_not_be_read_are_left_out(folder):
-    (folder / "0" / "0.txt").chmod(0)
-    assert len(data.find_documents(folder)) == len(SIZES) - 1
 
 
 def test_split_is_disjoint_complete_and_does_not_depend_on_other_files(folder):
@@ -187,13 +180,6 @@ def test_pieces_put_together_are_the_documents(folder, packing):
         assert max(piece.end - piece.begin for piece in pieces) == min(document.num_targets, packing.longest)
 
 
-def test_documents_that_fit_stay_whole_unless_told_otherwise():
-    assert Packing.of(100, 1, "dual_chunk").longest == 96
-    assert Packing.of(100, 1, "contiguous").longest == 100
-    assert Packing.of(100, 1, "dual_chunk", 20).longest == 20
-    assert Packing.of(100, 1, "dual_chunk", 200).longest == 96
-
-
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
 def test_ranks_together_hold_every_row_and_count_every_target_once(folder, cp_size, sharding):
@@ -211,7 +197,10 @@ def test_ranks_together_hold_every_row_and_count_every_target_once(folder, cp_si
         assert tokens.min() >= 0 and tokens.max() <= EOD
 
 
-def test_1_2_4_and_8_ranks_make_the_same_batches():
+def test_documents_stay_whole_if_they_fit_and_1_2_4_and_8_ranks_make_the_same_batches():
+    for longest, wanted in (None, 96), (20, 20), (200, 96):
+        assert Packing.of(100, 1, "dual_chunk", longest).longest == wanted
+    assert Packing.of(100, 1, "contiguous").longest == 100
     assert len({Packing.of(4096, cp_size, "dual_chunk") for cp_size in (1, 2, 4, 8)}) == 1
     assert Packing.of(4096, 3, "dual_chunk").multiple == 48
     assert Packing.of(4096, 3, "contiguous").multiple == 1
@@ -224,11 +213,6 @@ def test_packing_the_standard_library_wastes_little():
     targets = sum(piece.end - piece.begin for pieces in packed for piece in pieces)
     assert targets == sum(document.num_targets for document in documents)
     assert 1 - targets / (16_384 * len(packed)) < 0.04
-
-
-def test_targets_that_count_are_those_of_rows_with_a_token(folder):
-    for batch in epoch(data.find_documents(folder), Packing(64, 16, 64)):
-        assert batch.num_targets == np.count_nonzero(batch.targets != NOT_COUNTED)
 
 
 @pytest.mark.parametrize(("tokens", "cp_size", "wanted"), [(15, 1, 16), (47, 3, 48)])
@@ -271,16 +255,16 @@ def test_validation_is_on_a_fixed_sample_of_about_so_many_bytes(folder):
     assert sum(batch.num_bytes for batch in everything) == sum(SIZES)
 
 
-def test_groups_are_lists_of_one_size():
-    assert list(data.grouped(iter(range(5)), 2)) == [[0, 1], [2, 3], [4]]
-
-
 # --- the thread ------------------------------------------------------------------------------------------------
 
 
-def test_prepared_items_come_in_order_and_end():
-    assert list(data.prepared(iter(range(10)))) == list(range(10))
+def test_prepared_items_come_in_order_and_end_with_their_thread():
+    assert list(data.grouped(data.prepared(iter(range(5))), 2)) == [[0, 1], [2, 3], [4]]
     assert not data_threads()
+    with closing(data.prepared(itertools.count())) as coming:
+        assert next(coming) == 0
+        assert data_threads()
+    assert not data_threads(), "the caller stops early"
 
 
 def test_next_item_is_prepared_while_the_caller_works():
@@ -306,13 +290,6 @@ def test_error_of_the_thread_is_raised_in_the_loop(folder):
         document.path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"ends at byte 0, wanted .* leave the documents alone"):
         list(itertools.islice(batches, 100))
-    assert not data_threads()
-
-
-def test_thread_ends_when_the_caller_stops_early():
-    with closing(data.prepared(itertools.count())) as coming:
-        assert next(coming) == 0
-        assert data_threads()
     assert not data_threads()
 
 

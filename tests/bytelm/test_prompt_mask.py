@@ -239,7 +239,7 @@ def test_every_way_with_graphs_makes_the_bits_without(batches, engine, num_batch
             assert (runs.num_captured(made) > 0) == bool(graphs and engine == "cuda")
             made.graphs.close()
 
-    thdattn.comm.run_local(1 if cp_size is None else 2, program)
+    runs.on_ranks(1 if cp_size is None else 2, program)
     assert all(run.results == found[0].results for run in found)
 
 
@@ -260,7 +260,7 @@ def test_a_step_of_prompts_alone_has_no_gradient(long_dialogues, engine, ranks, 
         assert not to_host(made.model.gradient).any()
         made.graphs.close()
 
-    thdattn.comm.run_local(ranks, program)
+    runs.on_ranks(ranks, program)
 
 
 @pytest.mark.gpu

@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
     dx: (local_rows, d_inner), gradient of x after the convolution, in the dtype of the mixer.
     dbc: (splits, local_rows, 2 * num_groups * state_dim), partial sums of the gradients of B and C.
     ddt: (num_heads, chunks * CHUNK), the layout of Activations.dt.
-    shares: (chunks, numbers of all weights but norm_weight), partial sums of the gradients of the weights by chunk, in
+    partials: (chunks, numbers of all weights but norm_weight), partial sums of the weights' gradients by chunk, in
     their order; for A_log those of A.
     of_norm: (chunks, d_inner), partial sums of the gradient of norm_weight; None without a norm.
     """
@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
     dx: Array
     dbc: Array
     ddt: Array
-    shares: Array
+    partials: Array
     of_norm: Array
 
 
@@ -72,12 +72,12 @@ def mixer_gate_states(
     walk = _walk(shape)
     if isinstance(walk, Walk):
         gate, states = plan.once(("gate", shape), lambda: _gate_then_states(plan, shape))
-        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *shares_of(into, "D", shape))
+        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *partials_of(into, "D", shape))
         states(act.channels, dy, act.sums, plan.key_ranges, *made[1:])
     elif plan.local_rows:
         run = plan.once(("gate", shape), lambda: _gate_states(walk, plan, shape))
         z, dz = (x[:, : shape.d_inner] for x in (zxbcdt, dzxbcdt))
-        of_d = shares_of(into, "D", shape)
+        of_d = partials_of(into, "D", shape)
         run(*_boxes(dout, z, y, act.channels, dy, dz), *of_d, act.sums, plan.key_ranges, *made[1:])
     return made
 
@@ -117,11 +117,11 @@ def _boxes(*rows: Array) -> list[Any]:
     return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
 
 
-def shares_of(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
+def partials_of(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
     """Return the partial sums of a weight but norm_weight, and the distance between those of two chunks."""
     before = Mamba2Weights._fields.index(weight)
     begin = sum(map(math.prod, shape.weights[:before]))
-    return gradients.shares.ravel()[begin:], np.uint64(_numbers(shape))
+    return gradients.partials.ravel()[begin:], np.uint64(_numbers(shape))
 
 
 def _walk(shape: MixerShape) -> Walk | WalkSm90:
@@ -146,8 +146,8 @@ def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
         plan.buffer("dx", (rows, shape.d_inner), shape.dtype),
         plan.buffer("dB and dC", (_splits(chunks, shape), rows, shape.channels - shape.d_inner), np.float32),
         plan.buffer("ddt", (shape.num_heads, chunks * CHUNK), np.float32),
-        plan.buffer("shares of weights", (chunks, _numbers(shape)), np.float32),
-        plan.buffer("shares of norm_weight", (chunks, shape.d_inner), np.float32) if shape.norm else None,
+        plan.buffer("partial sums of weights", (chunks, _numbers(shape)), np.float32),
+        plan.buffer("partial sums of norm_weight", (chunks, shape.d_inner), np.float32) if shape.norm else None,
     )
 
 
@@ -158,12 +158,12 @@ def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
     sums = {
         "gradients of states": (segments, math.prod(shape.state) + shape.num_heads),
         "dB and dC": (_splits(chunks, shape), rows, shape.channels - shape.d_inner),
-        "ddt": (shape.num_heads, chunks * CHUNK), "shares of weights": (chunks, _numbers(shape)),
+        "ddt": (shape.num_heads, chunks * CHUNK), "partial sums of weights": (chunks, _numbers(shape)),
         "scales of states": (kept, shape.num_heads, _slices(shape)),
         "gradients of ends": (2, shape.reach, shape.channels),
     }  # fmt: skip
     if shape.norm:
-        sums["shares of norm_weight"] = chunks, shape.d_inner
+        sums["partial sums of norm_weight"] = chunks, shape.d_inner
     made = {name: num_bytes(size, np.float32) for name, size in sums.items()}
     made |= dict.fromkeys(("dy", "dx"), num_bytes((rows, shape.d_inner), shape.dtype))
     return made | {"states at chunks": num_bytes((kept, *shape.state), shape.dtype)}
@@ -237,7 +237,7 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
         for walks, of in ((forward, states), (back, dstates)):
             walks(*rows, act.sums, act.leave, ranges, of, np.int32(begin))
         main(*_rows(tile.by_boxes, act.channels, dy), kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
-             into.dx, into.dbc, into.ddt, *shares_of(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
+             into.dx, into.dbc, into.ddt, *partials_of(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
 
     return run
 
@@ -252,9 +252,9 @@ def mixer_conv_bwd(
         ends.fill(0)
     conv, sums, of_norm = plan.once(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))
     conv(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.dt_bias, dzxbcdt, plan.key_ranges, gradients.dx,
-         gradients.dbc, gradients.ddt, np.int32(len(gradients.dbc)), gradients.shares, ends)
+         gradients.dbc, gradients.ddt, np.int32(len(gradients.dbc)), gradients.partials, ends)
     made = launch.empty((_numbers(shape),), np.float32)
-    sums(gradients.shares, weights.A_log, made)
+    sums(gradients.partials, weights.A_log, made)
     parts, begin = [], 0
     for of_one in _usual(shape):
         parts.append(made[begin : begin + math.prod(of_one)].reshape(of_one))

@@ -10,7 +10,7 @@ import numpy as np
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
 from thdattn.mamba.configs import NormTile
-from thdattn.mamba.cuda.backward import Gradients, dstates_launch, made_of_gate, shares_of
+from thdattn.mamba.cuda.backward import Gradients, dstates_launch, made_of_gate, partials_of
 from thdattn.mamba.cuda.forward import mixer_size, size_of
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
@@ -52,7 +52,7 @@ def mixer_norm_states(
     buffers = dy, *of_states = made_of_gate(plan, shape)
     norm, states = plan.once(("norm backward", shape), lambda: (_norm_bwd(plan, shape), dstates_launch(plan, shape)))
     norm(dout, zxbcdt, y, act.channels, weights.norm_weight, dy, dzxbcdt, gradients.of_norm,
-         *shares_of(gradients, "D", shape))
+         *partials_of(gradients, "D", shape))
     states(act.channels, dy, act.sums, plan.key_ranges, *of_states)
     return buffers
 

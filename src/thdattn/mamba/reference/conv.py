@@ -99,8 +99,8 @@ def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
     rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
     made = {"dchannels": num_bytes((rows, shape.channels), shape.dtype),
             "ddt": num_bytes((rows, shape.num_heads), shape.sum_dtype),
-            "shares of dA and dD": num_bytes((chunks, 2, shape.num_heads), shape.sum_dtype)}  # fmt: skip
-    of_norm = {"shares of dnorm_weight": num_bytes((chunks, shape.d_inner), shape.sum_dtype)} if shape.norm else {}
+            "partial sums of dA and dD": num_bytes((chunks, 2, shape.num_heads), shape.sum_dtype)}  # fmt: skip
+    of_norm = {"partial sums of dnorm": num_bytes((chunks, shape.d_inner), shape.sum_dtype)} if shape.norm else {}
     return made | of_norm
 
 
@@ -130,7 +130,7 @@ def mixer_conv_bwd(
         ends: (2, reach, channels) in the same dtype: the gradients of the halo, and of the last rows of x, B and C, as
             far as they come from this rank's rows.
     """
-    dchannels, ddt, shares, of_norm = gradients
+    dchannels, ddt, partials, of_norm = gradients
     _, xbc, raw = shape.parts(zxbcdt)
     _, dxbc, draw = shape.parts(dzxbcdt)
     valid, reach, num_rows = valid_rows(plan), shape.reach, len(zxbcdt)
@@ -146,7 +146,7 @@ def mixer_conv_bwd(
     sharp = cleared(raw, valid, shape) + weights.dt_bias
     dsharp = np.where(valid, ddt * sigmoid(sharp), 0)
     draw[...] = dsharp.astype(draw.dtype)
-    of_rates, of_d = _sum_of_rows(shares)
+    of_rates, of_d = _sum_of_rows(partials)
     dweights = Mamba2Weights(
         conv_weight, _sum_of_rows(dpre), -np.exp(weights.A_log) * of_rates, of_d, _sum_of_rows(dsharp),
         None if of_norm is None else _sum_of_rows(of_norm))

@@ -56,7 +56,7 @@ def mixer_gate_bwd(
     z, dout = (cleared(x, valid, shape) for x in (shape.parts(zxbcdt)[0], dout))
     shape.parts(dzxbcdt)[0][...] = (dout * y.astype(z.dtype) * slope(z)).astype(dzxbcdt.dtype)
     dy = dout * silu(z)
-    into.shares[:, 1] = _share_of_d(dy, act, shape)
+    into.partials[:, 1] = _partial_sum_of_d(dy, act, shape)
     return dy.astype(shape.dtype)
 
 
@@ -103,7 +103,7 @@ def mixer_norm_states(
     dy, dgate = (dx * gate, dx * y) if norm.after_gate else (dx, dout * normal * weights.norm_weight)
 
     shape.parts(dzxbcdt)[0][...] = (dgate * slope(z)).astype(dzxbcdt.dtype)
-    gradients.shares[:, 1] = _share_of_d(dy, act, shape)
+    gradients.partials[:, 1] = _partial_sum_of_d(dy, act, shape)
     gradients.of_norm[...] = in_chunks(passed * normal).sum(axis=1)
     dy = dy.astype(shape.dtype)
     return dy, *mixer_dstates(act, dy, plan, shape)
@@ -121,8 +121,8 @@ def _group_mean(x: Array, norm: GatedNorm) -> Array:
     return np.repeat(groups.mean(axis=2), groups.shape[2], axis=1)
 
 
-def _share_of_d(dy: Array, act: Activations, shape: MixerShape) -> Array:
+def _partial_sum_of_d(dy: Array, act: Activations, shape: MixerShape) -> Array:
     """Return (segments, num_heads), the partial sums of dD by segment, from dy before it is rounded."""
     x = shape.split(act.channels)[0].astype(dy.dtype)
-    share: Array = in_chunks((dy.reshape(x.shape) * x).sum(axis=2)).sum(axis=1)
-    return share
+    partial: Array = in_chunks((dy.reshape(x.shape) * x).sum(axis=2)).sum(axis=1)
+    return partial

@@ -42,13 +42,13 @@ class Gradients(NamedTuple):
 
     channels: (local_rows, channels), gradients of x, B and C after the convolution, in the dtype of the mixer.
     ddt: (local_rows, num_heads), float32 (float64).
-    shares: (segments, 2, num_heads), partial sums of dA and dD by segment.
+    partials: (segments, 2, num_heads), partial sums of dA and dD by segment.
     of_norm: (segments, d_inner), partial sums of dnorm_weight; None without a norm.
     """
 
     channels: Array
     ddt: Array
-    shares: Array
+    partials: Array
     of_norm: Any
 
 
@@ -243,8 +243,8 @@ def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
     return Gradients(
         plan.buffer("dchannels", (rows, shape.channels), shape.dtype),
         plan.buffer("ddt", (rows, shape.num_heads), shape.sum_dtype),
-        plan.buffer("shares of dA and dD", (segments, 2, shape.num_heads), shape.sum_dtype),
-        plan.buffer("shares of dnorm_weight", (segments, shape.d_inner), shape.sum_dtype) if shape.norm else None,
+        plan.buffer("partial sums of dA and dD", (segments, 2, shape.num_heads), shape.sum_dtype),
+        plan.buffer("partial sums of dnorm", (segments, shape.d_inner), shape.sum_dtype) if shape.norm else None,
     )
 
 
@@ -260,7 +260,7 @@ def mixer_bwd(
         segments: which ones.
         into: from mixer_gradients; it gets the rows of these segments, and the partial sums of dA.
     """
-    dchannels, ddt, shares, _ = into
+    dchannels, ddt, partials, _ = into
     rates = -np.exp(weights.A_log)
     for here, chunks in _blocks(act, plan, shape, segments):
         dout = _by_head(dy, here, shape)
@@ -269,7 +269,7 @@ def mixer_bwd(
         num_rows = len(ddt[rows])
         dchannels[rows] = np.concatenate([_in_rows(x, num_rows) for x in (dx, db, dc)], axis=1).astype(dchannels.dtype)
         ddt[rows] = _in_rows((ddt_alone + rates[:, None] * da)[..., None], num_rows)
-        shares[here, 0] = (chunks.dt * da).sum(axis=2)
+        partials[here, 0] = (chunks.dt * da).sum(axis=2)
 
 
 def _chunk_gradients(
