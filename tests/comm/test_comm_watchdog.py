@@ -267,13 +267,17 @@ def test_start_of_mpi_that_holds_the_lock_is_ended():
 
 
 FORKS = """
-import os, time
+import os, threading, time
 from thdattn.comm.failures.watchdog import Watch
+
+def wait():
+    with parent.waiting("barrier"):
+        threading.Event().wait()
 
 parent = Watch("the parent", 1000.0, None)
 parent.start()
-with parent.waiting("barrier"):
-    number = os.fork()
+threading.Thread(target=wait, daemon=True).start()
+number = os.fork()
 if number == 0:
     child = Watch("the child", 0.1, lambda: os._exit(3))
     child.start()
