@@ -1,7 +1,7 @@
-"""Trains a small language model across ranks and prints what it writes: demo.py [options of examples/bytelm/train.py].
+"""Train a small language model on several ranks, and print what it writes: demo.py [options of train.py].
 
-On a CPU that is the tiny model, in about a minute; on GPUs as well, in less. The model stays in runs/demo, or in
-runs/demo2 and so on if that has one, or in the folder of --checkpoint.
+The model is the tiny one, on CPUs and on GPUs; training takes a minute on 2 CPU cores. The model is saved in runs/demo,
+in runs/demo2 and so on if that has a model, or in the folder of --checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAIN, SAMPLE = "examples/bytelm/train.py", "examples/bytelm/sample.py"
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C ends the training; the sample of what was learnt still comes
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C ends the training; the sample still follows
     os.chdir(start.ROOT)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint", type=Path)
@@ -35,7 +35,7 @@ def main() -> int:
     picture = chosen.plot or (folder / "curve.png" if importlib.util.find_spec("matplotlib") else None)
     options = ["--size", "tiny", *options, "--checkpoint", str(folder), *(["--plot", str(picture)] if picture else [])]
     if sys.stdout.isatty() and sys.stderr.isatty():
-        options.append("--bar")  # as mpiexec stands between the ranks and the terminal
+        options.append("--bar")  # the ranks see mpiexec, not the terminal
         os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
     status = run(start.command(TRAIN, *options))
     if status:
@@ -44,13 +44,13 @@ def main() -> int:
     sample = [sys.executable, SAMPLE, "--checkpoint", str(folder), "--prompt", "def "]
     status = run(sample)
     curve = f", its curve is {picture}" if picture else ""
-    print(f"\nThe model is in {folder}{curve}. To have it write more:\n")
+    print(f"\nThe model is in {folder}{curve}. This command writes more:\n")
     print(f"    PYTHONPATH=src {shlex.join([*sample, '--samples', '3'])}\n")
     return status
 
 
 def free_folder(parent: Path) -> Path:
-    """The first of demo, demo2, demo3, ... without a model: what an earlier demo has learnt is kept."""
+    """Return the first of demo, demo2, demo3, ... without a model, so that earlier models are kept."""
     names = itertools.chain(["demo"], (f"demo{number}" for number in itertools.count(2)))
     return next(parent / name for name in names if not (parent / name / "checkpoint.npz").exists())
 

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Prints the Python that `make GOAL` uses, and installs what it lacks: setup.sh demo|check|test|lint|docs
+# Print the Python that `make GOAL` uses, and install what it lacks: setup.sh demo|check|test|lint|docs
 #
-# The first of $PYTHON and .venv/bin/python that has every package is taken as it is, without touching the network.
-# Otherwise .venv is made with the extras that fit this machine. Where that fails (no network), an interpreter that has
-# at least the indispensable packages still does. What happens is told on stderr; stdout is the path alone.
+# It takes the first of $PYTHON and .venv/bin/python that has every package, without using the network. Otherwise it
+# makes .venv with the extras that fit this machine. If that fails (no network), an interpreter with the indispensable
+# packages will do. Messages go to stderr; stdout has only the path.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
@@ -21,7 +21,7 @@ has() { # has INTERPRETER MODULE...: finds the modules without importing them
 needed="numpy ml_dtypes"
 wanted=""
 extras=""
-runs=yes # attention, on a GPU and on several ranks if it can
+runs=yes # the goal computes, on a GPU and on several ranks if it can
 case $goal in
   demo) needed="$needed tqdm"; wanted="matplotlib"; extras="examples" ;;
   test) needed="$needed pytest xdist tqdm"; wanted="hypothesis pytest_timeout matplotlib"; extras="test" ;;
@@ -36,7 +36,7 @@ if [ -n "$runs" ] && command -v nvidia-smi >/dev/null 2>&1; then
     *)
       if [ "$driver" -ge 580 ]; then cuda=cuda13; elif [ "$driver" -ge 525 ]; then cuda=cuda12; else cuda=; fi
       if [ -n "$cuda" ]; then wanted="$wanted cupy"; extras="${extras:+$extras,}$cuda,cublas${cuda#cuda}"
-      else say "NVIDIA driver $driver is older than 525, so the GPU is not used"; fi ;;
+      else say "the NVIDIA driver $driver is older than 525, so the GPU is not used"; fi ;;
   esac
 fi
 
@@ -52,7 +52,7 @@ fall_back() {
   for candidate in .venv/bin/python "$python"; do
     # shellcheck disable=SC2086
     if has "$candidate" $needed; then
-      say "$1; going on with $candidate, which lacks some of: $wanted"
+      say "$1; continuing with $candidate, which lacks some of: $wanted"
       command -v "$candidate"
       exit 0
     fi
@@ -63,12 +63,12 @@ fall_back() {
 
 if command -v mpiexec >/dev/null 2>&1; then mpi=mpi; else mpi=mpich; fi
 [ -z "$runs" ] || extras="${extras:+$extras,}$mpi"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fall_back "$python is no Python 3.10 or later"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fall_back "$python is older than Python 3.10"
 [ -x .venv/bin/python ] || { say "making .venv"; "$python" -m venv .venv >&2 || fall_back "venv failed"; }
 say "installing thdattn[$extras] into .venv (a minute or two, once)"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 2 -e ".[$extras]" >&2 \
   || fall_back "pip failed"
-# An MPI whose library mpi4py cannot load (Debian's MPICH is one) is of no use: bring one along.
+# mpi4py cannot load the library of every MPI (Debian's MPICH, for one): install one that it can load.
 if [ "$mpi" = mpi ] && [ -n "$runs" ] && ! .venv/bin/python -c 'from mpi4py import MPI' >/dev/null 2>&1; then
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[mpich]" >&2 || say "no usable MPI"
 fi

@@ -1,7 +1,7 @@
-"""Starts a program of this repository on as many ranks as this machine can run: start.py PROGRAM [its options].
+"""Start a program of this repository on as many ranks as this machine can run: start.py PROGRAM [its options].
 
-Processes under mpiexec where MPI works, one GPU each on a machine with GPUs; else one process. $RANKS asks for so many,
-and not for one per GPU or core and four at most.
+It starts processes under mpiexec if MPI works, each with its own GPU on a machine with GPUs; else one process. The
+number of ranks is $RANKS, by default one per GPU or CPU core, at least 2 and at most 4.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def command(program: str, *options: str) -> list[str]:
-    """What starts a program, which is named by its path below the repository; changes to that folder for good."""
+    """Return the command that starts a program, named by its path in the repository; change to that folder."""
     os.chdir(ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, ["src", os.environ.get("PYTHONPATH")]))
     gpus = count_gpus()
@@ -47,7 +47,7 @@ def count_gpus() -> int:
 
 
 def mpi_launcher() -> list[str] | None:
-    """mpiexec with the flags it needs here, if two ranks started by it find each other."""
+    """Return mpiexec with the flags it needs here, if two ranks that it starts find each other."""
     mpiexec = launcher.mpiexec()
     size = "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.size} ranks')"
     found = mpiexec is not None and run([*mpiexec, "-n", "2", sys.executable, "-c", size]).count("2 ranks") == 2
@@ -55,7 +55,7 @@ def mpi_launcher() -> list[str] | None:
 
 
 def run(command: list[str]) -> str:
-    """What a command prints; nothing if it cannot be run."""
+    """Return what a command prints; nothing if it cannot run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):

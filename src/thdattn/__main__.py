@@ -1,4 +1,4 @@
-"""The commands of `python -m thdattn`: what this machine has, if it computes correctly, and how to spread a pack."""
+"""Commands of `python -m thdattn`: what this machine has, if it computes correctly, and how to spread a pack."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def batch_for(way, cp_size, lengths=LENGTHS):
 
 
 def counted(way, cp_size, shape, batch):
-    """(forward, backward) bytes that the busiest of the simulated ranks receives."""
+    """Return (forward, backward) bytes that the busiest of the simulated ranks receives."""
 
     def program(comm):
         parts = (comm.split(comm.rank // way.inner), comm.split(comm.rank % way.inner)) if way.inner > 1 else (comm,)
@@ -216,7 +216,7 @@ def test_memory_is_what_the_neediest_rank_says():
 
 
 def documents(rows, seed=0):
-    """Lengths of a pack as documents have them: many short ones, some long."""
+    """Draw lengths of a pack as documents have them: many short ones, some long."""
     lengths = np.clip(np.exp(np.random.default_rng(seed).normal(6.5, 1.4, rows // 64)), 16, rows // 16).astype(int)
     return lengths[np.cumsum(lengths) <= rows].tolist()
 
@@ -259,13 +259,13 @@ def test_two_levels_are_not_recommended_for_less_than_predictions_tell_apart():
 
 
 def run(capsys, *words):
-    """(exit status, standard output, standard error) of the command."""
+    """Run the command and return (exit status, standard output, standard error)."""
     status = main(["advise", *map(str, words)])
     return status, *capsys.readouterr()
 
 
 def table(text):
-    """method -> columns."""
+    """Return the columns of every row of the table, by method."""
     rows = re.findall(r"^((?:all_gather|a2a|p2p)\S*(?: \(\d neighbours\))?, \w+) +(.*)$", text, re.MULTILINE)
     return {way: columns.replace(",", "").split() for way, columns in rows}
 

@@ -88,7 +88,7 @@ def test_info_shows_the_driver_version_that_decides_the_extra():
 
 
 class Driver:
-    """What ctypes.CDLL finds: NVIDIA's management library and libcuda, or only some of them."""
+    """Stand-in for ctypes.CDLL that finds NVIDIA's management library and libcuda, or only some of them."""
 
     def __init__(self, *libraries):
         self.libraries = libraries
@@ -123,7 +123,7 @@ def test_driver_has_a_version_wherever_any_of_its_libraries_is(libraries, versio
 
 
 def machine(count, blind=()):
-    """CuPy in a process that sees so many GPUs, of which some do not see another's memory."""
+    """Return CuPy of a process with so many GPUs, of which some cannot read another's memory."""
     runtime = SimpleNamespace(getDeviceCount=lambda: count, deviceCanAccessPeer=lambda *pair: pair not in blind)
     cuda = SimpleNamespace(runtime=runtime)
     return {"cupy": SimpleNamespace(cuda=cuda), "cupy.cuda": cuda}

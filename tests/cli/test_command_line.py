@@ -1,4 +1,4 @@
-"""Errors of the examples' command lines: one line, of one rank, and none that hides a bug or leaves a rank waiting."""
+"""Errors of the examples' command lines: one line from one rank, and no hidden bug or waiting rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = SOURCE.parent / "examples"
 
 
 def outcomes(problems):
-    """What becomes of ranks that have these problems, by rank."""
+    """Return, by rank, how ranks with these problems end."""
 
     def program(comm):
         try:

@@ -20,7 +20,7 @@ def packs(sizes, capacity, look_ahead=64):
 
 
 def run(capsys, *words):
-    """(exit status, standard output, standard error) of the command."""
+    """Run the command and return (exit status, standard output, standard error)."""
     status = main(["pack-stats", *map(str, words)])
     return status, *capsys.readouterr()
 

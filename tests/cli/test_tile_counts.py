@@ -19,7 +19,7 @@ def sharded(cp_size, strategy):
 
 
 def visible(batch, window):
-    """(total_rows, total_rows) bool, which row sees which, from the rule on positions."""
+    """Return (total_rows, total_rows) bool, which row sees which, from the rule on positions."""
     sequence, position = np.full(batch.total_rows, -1), np.zeros(batch.total_rows, int)
     for number, (start, length) in enumerate(zip(batch.cu_seqlens_padded, batch.lengths, strict=False)):
         sequence[start : start + length], position[start : start + length] = number, range(length)
@@ -34,7 +34,7 @@ def tiles_of(mask, tile):
 
 
 def masks_of_ranks(sharding, window, keys_of=None):
-    """Of every rank, which of its rows see which rows of its key buffer."""
+    """Yield, for every rank, which of its rows see which rows of its key buffer."""
     everything = np.pad(visible(sharding.batch, window), (0, 1))  # row -1 sees nothing
     for rank in range(sharding.cp_size):
         mask = everything[sharding.rows(rank)]

@@ -14,7 +14,7 @@ PAGE = (SOURCE.parent / "docs" / "coming_from.md").read_text()
 
 @pytest.fixture
 def names(request):
-    """Names of the block of Python below the heading that the test is marked with, once it has run."""
+    """Run the block of Python below the heading that the test is marked with, and return its names."""
     section = PAGE.split(f"\n## {request.param}\n")[1].split("\n## ")[0]
     (block,) = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     found: dict[str, object] = {}
@@ -27,7 +27,7 @@ def below(heading):
 
 
 def partitioned_indices(cu_seqlens_padded, total_tokens, world_size, rank):
-    """Rows of a rank by the formula of Transformer Engine's kernel for thd_get_partitioned_indices, row by row."""
+    """Return the rows of a rank by the formula of Transformer Engine's thd_get_partitioned_indices, row by row."""
     local = np.asarray(cu_seqlens_padded) // world_size
     rows = []
     for token in range(total_tokens // world_size):
@@ -39,7 +39,7 @@ def partitioned_indices(cu_seqlens_padded, total_tokens, world_size, rank):
 
 
 def attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window=(-1, -1)):
-    """flash_attn_varlen_func's definition in float64: masks are aligned with the last query and the last key."""
+    """Compute flash_attn_varlen_func in float64: masks are aligned with the last query and the last key."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     out = np.zeros((*q.shape[:2], v.shape[2]))
@@ -56,7 +56,7 @@ def attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window=(-1, -1)):
 
 
 def valid_rows(cu_seqlens, cu_seqlens_padded):
-    """Rows of the padded buffer that hold tokens, in order."""
+    """Return the rows of the padded buffer that hold tokens, in order."""
     lengths = np.diff(cu_seqlens)
     return np.concatenate([begin + np.arange(n) for begin, n in zip(cu_seqlens_padded, lengths, strict=False)])
 

@@ -1,4 +1,4 @@
-"""The API reference: every public name has a docstring that says what it is and takes, and stands in the pages."""
+"""API reference: every public name has a page and a docstring that explains it and its parameters."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ MODULES = ["thdattn", "thdattn.comm", "thdattn.costs", "thdattn.graphs", "thdatt
 
 
 def public(module):
-    """{name: object} of what a module offers: its __all__, else what it defines itself."""
+    """Return {name: object} of what a module offers: its __all__, else what it defines itself."""
     names = getattr(module, "__all__", [n for n, x in vars(module).items() if _defined_in(module, x)])
     return {n: getattr(module, n) for n in names if not n.startswith("_") and not inspect.ismodule(getattr(module, n))}
 
 
 def members(kind):
-    """{name: function or property} of the public methods and properties that a class of ours defines."""
+    """Return {name: function or property} of the public methods and properties that a class defines."""
     found = {name: inspect.getattr_static(kind, name) for name in vars(kind) if not name.startswith("_")}
     return {name: x for name, x in found.items()
             if isinstance(x, (property, classmethod, staticmethod)) or inspect.isfunction(x) or hasattr(x, "func")}
 
 
 def attributes(kind):
-    """The public fields and instance attributes of a class, from its source."""
+    """Return the public fields and instance attributes of a class, from its source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     fields = [node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)]
     init = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
@@ -43,7 +43,7 @@ def attributes(kind):
 
 
 def parameters(function):
-    """The public ones that have a name; none of a function that says where they are explained."""
+    """Return the public named parameters; none if the docstring says where they are explained."""
     if re.search(r"\b[Ss]ee (there|\w+\.\w+)", function.__doc__ or ""):
         return set()
     if not callable(function):
@@ -58,7 +58,7 @@ def _defined_in(module, x):
 
 
 def _lacking(names, text):
-    """The names of which a docstring does not say a word."""
+    """Return the names that a docstring does not mention."""
     return sorted(name for name in names if not re.search(rf"\b{name}\b", text or ""))
 
 
@@ -86,7 +86,7 @@ def test_every_public_name_is_explained(name):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The folder of the reference, made by the program that `make docs` runs."""
+    """Make the reference with the program that `make docs` runs, and return its folder."""
     pytest.importorskip("pdoc")
     sys.path.append(str(SOURCE.parent / "tools"))
     import docs
@@ -117,7 +117,7 @@ def test_signatures_in_the_pages_name_the_types_of_numpy(name, pages):
 
 
 def named(function):
-    """The classes of this package that the annotations of a function name."""
+    """Return the classes of this package that the annotations of a function name."""
     hints = inspect.unwrap(function).__annotations__.values()
     names = {name for hint in hints for name in re.findall(r"\w+", str(hint))}
     found = (getattr(inspect.unwrap(function), "__globals__", {}).get(name) for name in names)

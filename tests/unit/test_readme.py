@@ -1,4 +1,4 @@
-"""The pages: their code runs, and their commands, options, files, links and error messages exist."""
+"""Pages of the documentation: their code runs, and their commands, options, links and error messages exist."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_slurm_script_trains_on_the_tasks_of_the_job(tmp_path):
 
 
 def texts():
-    """Every string of the sources, with … for what is put in."""
+    """Yield every string of the sources, with … for each inserted value."""
     for path in (SOURCE / "thdattn").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -123,7 +123,7 @@ def texts():
 
 
 def errors():
-    """The messages that README's troubleshooting quotes: all code in the left column."""
+    """Return the messages that README's troubleshooting quotes: all code in the left column."""
     section = PAGES["README.md"].split("\n## Troubleshooting\n")[1].split("\n## ")[0]
     return [text for row in re.findall(r"^\| (.*?) \| ", section, re.MULTILINE) for text in re.findall(r"`(.+?)`", row)]
 

@@ -1,1 +1,1 @@
-"""The commands of `python -m thdattn`."""
+"""Commands of `python -m thdattn`."""
