@@ -69,15 +69,14 @@ def exact(case: Case, inputs: Sequence[Any], xp: Any, softcap: float = 0.0, sink
     queries, keys = ([slice(*ends) for ends in pairwise(np.cumsum([0, *lengths]).tolist())]
                      for lengths in (case.lengths, case.keys or case.lengths))
     for here, there in zip(queries, keys, strict=True):
-        parts = _one_sequence(case, q[here], k[there], v[there], dout[here], xp, softcap, sinks)
+        parts = _one_sequence(case, (q[here], k[there], v[there], dout[here]), xp, softcap, sinks)
         for result, rows, part in zip(results, (here, here, there, there), parts, strict=True):
             result[rows] = part
     return [x if isinstance(x, np.ndarray) else x.get() for x in results]
 
 
-def _one_sequence(
-    case: Case, q: Any, k: Any, v: Any, dout: Any, xp: Any, softcap: float, sinks: Any
-) -> list[Any]:  # fmt: skip
+def _one_sequence(case: Case, inputs: Sequence[Any], xp: Any, softcap: float, sinks: Any) -> list[Any]:
+    q, k, v, dout = inputs
     scale = case.head_dim**-0.5
 
     def by_head(x: Any) -> Any:  # (kv heads, query heads of each or 1, rows, width)

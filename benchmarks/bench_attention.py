@@ -1,4 +1,4 @@
-"""Times packed attention, forward and backward, beside every other implementation that is installed.
+"""Time packed attention, forward and backward, beside every other implementation that is installed.
 
     python benchmarks/bench_attention.py
     python benchmarks/bench_attention.py --cases 1x16384 lognormal64k --peers deterministic,fa4
@@ -6,8 +6,8 @@
     python benchmarks/bench_attention.py --dense     packs beside dense batches of the same tokens
     python benchmarks/bench_attention.py --logits    sinks and soft-capped logits
 
-All peers take turns in one run. Each direction has two timings: "called", events around each call, as a user makes it,
-so that a slow host shows; "graph", calls captured in a CUDA graph and replayed, which leaves the GPU's work. The errors
+All peers take turns in one run. Each direction has two timings. "called": events around each call, as a user makes it,
+so that a slow host shows. "graph": calls captured in a CUDA graph and replayed, which leaves the GPU's work. The errors
 of every peer are against float64, on a small version of the case. --sustained is a run of its own: forward and backward
 for two seconds without rest, as training loads a GPU. Rows go to benchmarks/results/KIND_GPU.csv; the kind is
 attention, dense or logits.

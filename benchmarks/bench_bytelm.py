@@ -1,4 +1,4 @@
-"""Times training steps of examples/bytelm as train.py makes them: real documents, the next batch made meanwhile.
+"""Time training steps of examples/bytelm as train.py makes them: real documents, the next batch made meanwhile.
 
     python benchmarks/bench_bytelm.py --size 1b
     python benchmarks/bench_bytelm.py --size small --cuda-graph-impl full_iteration

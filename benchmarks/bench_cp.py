@@ -1,4 +1,4 @@
-"""Times one attention layer over several ranks, forward and backward, beside the attention kernels alone.
+"""Time one attention layer over several ranks, forward and backward, beside the attention kernels alone.
 
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --peer
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --methods all --cases documents16k bucket32k-mha16
@@ -12,7 +12,7 @@ a call to its return on an idle GPU. Memory is what warm calls take of the GPU, 
 
 --methods: cp_comm_type:sharding of CPAttention, each with the least padding that it takes. "One GPU" has the whole
 pack, without padding. --peer: Transformer Engine's schedule, see cp_peer.py, in the same run. --as-rank-of N: two GPUs
-have the rows, keys and traffic of two ranks of N, see rank_of.py; results mean nothing then, so neither errors nor
+have the rows, keys and traffic of two ranks of N, see rank_of.py. Results mean nothing then, so neither errors nor
 peers are measured. Where ranks differ in work, the GPUs play those with most. Rows go to benchmarks/results/cp_GPU.csv.
 """
 

@@ -1,4 +1,4 @@
-"""Times how fast examples/bytelm writes, and one new row of texts in attention and in a Mamba-2 mixer.
+"""Time how fast examples/bytelm writes, and one new row of texts in attention and in a Mamba-2 mixer.
 
     python benchmarks/bench_decode.py
 
@@ -6,8 +6,8 @@ Sampling: bytes per second of all texts together when each has `--bytes` bytes, 
 with a graph per layer (layer), and with one graph (block). Models have random weights: their bytes mean nothing, and
 cost the same.
 
-Attention: thd_attn_decode alone over one text, in a captured graph whose calls read one cache after another, so that
-the L2 cache holds none of them; GB/s of keys and values, beside those of a copy, which reads and writes.
+Attention: thd_attn_decode alone over one text, in a captured graph. Its calls read one cache after another, so that the
+L2 cache holds none of them. GB/s of keys and values stand beside those of a copy, which reads and writes.
 
 Mixer: Mamba2Mixer.decode for 1, 32 and 256 texts in the same way; GB/s of states read and written.
 

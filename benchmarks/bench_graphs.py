@@ -1,4 +1,4 @@
-"""Times CUDA graphs of an attention layer and of a mixer, forward and backward, beside the same calls without graphs.
+"""Time CUDA graphs of an attention layer and of a mixer, forward and backward, beside the same calls without graphs.
 
     python benchmarks/bench_graphs.py
     mpiexec -n 2 python -m mpi4py benchmarks/bench_graphs.py

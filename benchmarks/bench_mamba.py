@@ -1,4 +1,4 @@
-"""Times Mamba-2 mixers over packed sequences, forward and backward, beside mamba_ssm's Triton kernels.
+"""Time Mamba-2 mixers over packed sequences, forward and backward, beside mamba_ssm's Triton kernels.
 
     python benchmarks/bench_mamba.py
     python benchmarks/bench_mamba.py --cases 1x16384 64x256 --parts scan --peers mamba_ssm
@@ -9,8 +9,8 @@ are those of bench_attention.py: "called" and "graph". Errors are against float6
 of weights over several draws; --errors measures them alone. Cases with a norm (-norm) are timed only. The floor of a
 time is what the GPU's memory needs to read all inputs and write all outputs once.
 
-On several ranks: the long packs with their rows over the ranks, called one after the other, beside one GPU with the
-whole pack, and with --peer beside an all-to-all of heads around mamba_ssm's kernels. Rows go to
+On several ranks it times calls of the long packs, with their rows over the ranks, beside one GPU with the whole pack.
+With --peer it also times an all-to-all of heads around mamba_ssm's kernels. Rows go to
 benchmarks/results/mamba_GPU.csv.
 """
 

@@ -1,4 +1,4 @@
-"""Times moves of rows between rank order and sequence order beside a copy and torch.index_select.
+"""Time moves of rows between rank order and sequence order beside a copy and torch.index_select.
 
     python benchmarks/bench_reorder.py
 

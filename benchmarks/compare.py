@@ -1,4 +1,4 @@
-"""Times the kernels of several source trees of this package, in turns on one GPU in one run.
+"""Time the kernels of several source trees of this package, in turns on one GPU in one run.
 
     python benchmarks/compare.py --trees base=../base new=.
     python benchmarks/compare.py --trees base=../base new=. --cases 1x16384 4x4096 --directions backward

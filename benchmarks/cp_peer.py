@@ -1,8 +1,8 @@
 """Context parallelism in Transformer Engine's schedule, in torch.distributed, with the kernels of flash-attn-4.
 
-Forward: gather k, then v, and move both to sequence order; compute a rank's two chunks of every sequence by two
-attention calls on two streams, each over the keys up to its chunk's end. Backward: gather again, compute two calls, add
-their dk and dv, move them to rank order and sum them over ranks, all in bfloat16. Nothing overlaps communication.
+Forward: gather k, then v, and move both to sequence order. Compute a rank's two chunks of every sequence by two
+attention calls on two streams, each over the keys up to its chunk's end. Backward: gather again, and compute two calls.
+Add their dk and dv, move them to rank order and sum them over ranks, all in bfloat16. Nothing overlaps communication.
 
 Source: Transformer Engine's all-gather path for packed sequences (version 2.20); its own kernels are cuDNN's or
 FlashAttention-3's.

@@ -24,7 +24,7 @@ from thdattn.graphs import CudaGraphConfig, Graphs
 
 
 class Timed(Protocol):
-    """One attention layer; backward follows the last forward."""
+    """Attention layer that is timed; backward follows the last forward."""
 
     def forward(self) -> None: ...
 

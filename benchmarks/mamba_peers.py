@@ -8,7 +8,7 @@ where it is built, else fla-core's, whose result is copied to its place in the g
 Triton's tuner measures every candidate of every kernel, which takes longer than the measurement; see tune_for. With
 TRITON_CACHE_AUTOTUNING=1 it keeps what it compiled and chose for the next run.
 
-Two parts are timed: "scan", recurrence and gate from x, B, C, dt and z; "mixer", the same with the convolution, from
+Two parts are timed. "scan": recurrence and gate from x, B, C, dt and z. "mixer": the same with the convolution, from
 the rows of an input projection.
 """
 
@@ -156,7 +156,8 @@ class MambaSsmScan(TorchPeer):
         super().__init__([*leaves, self.rates, d, dt_bias, *of_norm], dout)
         self.labels = sequence_labels(case)
 
-    def call(self, z: Any, x: Any, b: Any, c: Any, dt: Any, rates: Any, d: Any, dt_bias: Any, *of_norm: Any) -> Any:
+    def call(self, *leaves: Any) -> Any:
+        z, x, b, c, dt, rates, d, dt_bias, *of_norm = leaves
         gate = None if of_norm else z
         y = self.scan(x, dt, rates, b, c, CHUNK, D=d, z=gate, dt_bias=dt_bias, seq_idx=self.labels, dt_softplus=True)
         if not of_norm:
@@ -202,7 +203,8 @@ class MambaSsmMixer(TorchPeer):
             ssd_combined.causal_conv1d_fwd_function = convolution.forward
             ssd_combined.causal_conv1d_bwd_function = convolution.backward
 
-    def call(self, zxbcdt: Any, weight: Any, bias: Any, rates: Any, d: Any, dt_bias: Any, *of_norm: Any) -> Any:
+    def call(self, *leaves: Any) -> Any:
+        zxbcdt, weight, bias, rates, d, dt_bias, *of_norm = leaves
         case = self.case
         norm = dict(zip(["rmsnorm_weight"], of_norm, strict=False))
         return self.mixer(zxbcdt, weight, bias, dt_bias, rates, d, CHUNK, seq_idx=self.labels, headdim=case.head_dim,

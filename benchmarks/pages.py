@@ -1,4 +1,4 @@
-"""Writes the pages of measurements from the records in results/, so that pages and records agree.
+"""Write the pages of measurements from the records in results/, so that pages and records agree.
 
     python benchmarks/pages.py
 

@@ -1,9 +1,9 @@
 """Comms by which two ranks behave as two of a larger job: each plays the missing ranks to the other one.
 
 Rows, keys and traffic are those of two ranks of that job; results mean nothing, and are finite. Through peer memory, a
-rank reads the rows of a missing rank from the other rank's memory, writes there what is for the missing rank, and gets
-its flags set by the other rank. So it copies, adds, sets and awaits as much as among all ranks; what it writes for one
-rank may be overwritten by what is for another.
+rank reads the rows of a missing rank from the other rank's memory, and writes there what is for the missing rank. The
+other rank sets the missing rank's flags. So a rank copies, adds, sets and awaits as much as among all ranks. Data for
+one rank may overwrite data for another.
 """
 
 from __future__ import annotations

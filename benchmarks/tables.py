@@ -75,7 +75,7 @@ def software(rows: Sequence[Row]) -> str:
 
 
 def attention(rows: Sequence[Row]) -> list[str]:
-    """Tables of bench_attention.py: time on the GPU, time of calls, options, and speeds without rest."""
+    """Make the tables of bench_attention.py: work on the GPU alone, calls, options, and speeds without rest."""
     known = {row["case"]: row for row in rows}
     order = [*CASES]
     times = Times(sorted(rows, key=lambda row: order.index(row["case"]) if row["case"] in order else len(order)))
@@ -152,7 +152,7 @@ def spread(times: Times, case: str) -> str:
 
 
 def sustained(times: Times, peers: Sequence[str]) -> Lines:
-    """Speeds of both directions together: without rest / rested."""
+    """Return lines with the speed of both directions together: without rest / rested."""
 
     def cell(case: str, peer: str) -> str:
         ms, speed = (times.both(column, case, peer, "graph") for column in ("ms", "tflops"))
@@ -164,7 +164,7 @@ def sustained(times: Times, peers: Sequence[str]) -> Lines:
 
 
 def logits(rows: Sequence[Row]) -> list[str]:
-    """Tables of bench_attention.py --logits: time over that of plain attention, and errors."""
+    """Make the tables of bench_attention.py --logits: time over that of plain attention, and errors."""
     times = Times(rows)
     kinds = [peer for peer in LOGITS if peer in times.peers]
     ratios = [[case, *(pair(map(float.__truediv__, times.both("ms", case, kind, "called"),
@@ -181,7 +181,7 @@ def logits(rows: Sequence[Row]) -> list[str]:
 
 
 def dense(rows: Sequence[Row]) -> list[str]:
-    """Table of bench_attention.py --dense: a pack beside a dense batch of the same tokens, by its fastest kernels."""
+    """Make the table of bench_attention.py --dense: packs beside dense batches of the same tokens."""
     times, lines = Times(rows), []
     known = {row["case"]: row for row in rows}
     for case in times.cases:
@@ -202,7 +202,7 @@ def dense(rows: Sequence[Row]) -> list[str]:
 
 
 def reorder(rows: Sequence[Row]) -> list[str]:
-    """Table of bench_reorder.py: rates of moving rows between rank order and sequence order."""
+    """Make the table of bench_reorder.py: rates of moving rows between rank order and sequence order."""
     ways = {"gb_per_s": "thd_reorder", "copy_gb_per_s": "copy", "select_gb_per_s": "torch.index_select"}
     ways = {column: name for column, name in ways.items() if any(row.get(column) for row in rows)}
     lines = [[row["case"], row["cp_size"], f"{row['direction'].replace('_', ' ')}, {row['dtype']}",
@@ -235,7 +235,7 @@ def runs(rows: Iterable[Row]) -> dict[Ranks, Times]:
 
 
 def context_parallel(rows: Sequence[Row]) -> list[str]:
-    """Tables of bench_cp.py: for every number of GPUs the methods side by side and what each costs; then errors."""
+    """Make the tables of bench_cp.py: methods side by side and their costs, by number of GPUs; then errors."""
     parts = []
     for ranks, times in runs(rows).items():
         ways = [*methods(times), *cp_peers(times)]
@@ -315,7 +315,7 @@ def cost(times: Times, case: str, way: str) -> list[str]:
 
 
 def mixers(rows: Sequence[Row]) -> list[str]:
-    """Tables of bench_mamba.py: times beside other implementations and the memory floor; then errors."""
+    """Make the tables of bench_mamba.py: times beside other implementations and the memory floor; then errors."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["part"], row["ranks"]), []).append(row)
@@ -348,7 +348,7 @@ def floor(times: Times, case: str, timing: str) -> str:
 
 
 def graphs(rows: Sequence[Row]) -> list[str]:
-    """Tables of bench_graphs.py: a layer called kernel by kernel and as graphs; then what empty slots cost."""
+    """Make the tables of bench_graphs.py: layers called kernel by kernel and as graphs; then costs of empty slots."""
     ways = {"eager_static": "kernel by kernel, ms", "local": "a graph per direction, ms",
             "full_iteration": "one graph, ms"}  # fmt: skip
     found: dict[tuple[str, ...], dict[str, float]] = {}
@@ -373,7 +373,7 @@ def graphs(rows: Sequence[Row]) -> list[str]:
 
 
 def decode(rows: Sequence[Row]) -> list[str]:
-    """Tables of bench_decode.py: bytes per second of the language model, and rates of the kernels for one row."""
+    """Make the tables of bench_decode.py: bytes per second of the language model, and rates of kernels for one row."""
     ways = {"eager": "kernel by kernel", "layer": "a graph per layer", "block": "one graph"}
     rates = {(row["what"], row["texts"], row["way"]): float(row["bytes_per_s"]) for row in rows if row["bytes_per_s"]}
     models = [[size, texts, *(number(rates.get((size, texts, way), math.nan)) for way in ways)]
@@ -394,7 +394,7 @@ IMPLS = ("none", "local", "full_iteration")
 
 
 def training(rows: Iterable[Row]) -> list[str]:
-    """Tables of bench_bytelm.py: training steps, and what a maximum of documents per graph costs."""
+    """Make the tables of bench_bytelm.py: training steps, and costs of a maximum of documents per graph."""
     rows = sorted(rows, key=place)
     usual = [row for row in rows if not row.get("maximum")]
     lines = [[

@@ -1,4 +1,4 @@
-"""The benchmark of context parallelism without a GPU: packs, comms that stand in for others, and what is kept."""
+"""Benchmark of context parallelism without a GPU: packs, and comms by which two ranks play many."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_short_packs_are_of_the_same_tokens_and_errors_are_of_long_sequences_too
 
 
 class Counted:
-    """A method of a comm that keeps what it was passed."""
+    """Method of a comm that keeps its arguments."""
 
     def __init__(self, call):
         self.call, self.passed = call, []
@@ -120,7 +120,7 @@ def test_other_than_two_ranks_cannot_play(ranks, size):
 
 
 class Shared:
-    """As much of MPI's communicator as peer memory needs, of simulated ranks."""
+    """Communicator of MPI as far as peer memory needs it, of simulated ranks."""
 
     def __init__(self, comm):
         self.rank, self.size, self.Barrier, self._comm = comm.rank, comm.size, comm.barrier, comm
@@ -130,7 +130,7 @@ class Shared:
 
 
 class Peers:
-    """As much of a comm of two GPUs as has to do with peer memory; closes it at the end."""
+    """Comm of two GPUs as far as peer memory needs it."""
 
     overlaps = True
 

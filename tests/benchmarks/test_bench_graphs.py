@@ -1,4 +1,4 @@
-"""The benchmark of CUDA graphs without a GPU: what it prints and keeps."""
+"""Benchmark of CUDA graphs without a GPU: every way runs and is checked."""
 
 from __future__ import annotations
 

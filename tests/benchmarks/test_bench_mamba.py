@@ -1,4 +1,4 @@
-"""The benchmark of Mamba-2 mixers without a GPU: its float64, who is timed, what is dealt to ranks, what is kept."""
+"""Benchmark of Mamba-2 mixers without a GPU: float64 results, peers, heads dealt to ranks, and rows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_float64_of_the_mixer_is_the_oracles(toy):
 
 
 def test_float64_of_the_scan_is_that_of_a_mixer_whose_convolution_makes_those_channels(toy):
-    """Of the channels that a mixer convolves, taken as they are; then dx, dB, dC lack the convolution alone."""
+    """Compare a scan of given channels with a mixer that convolves to them; dx, dB, dC lack the convolution alone."""
     shape, weights = TOY.shape, toy.weights
     alone = replace(TOY, conv_width=1)
     ones = weights._replace(conv_weight=np.ones((shape.channels, 1), np.float32),

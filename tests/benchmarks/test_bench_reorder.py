@@ -1,4 +1,4 @@
-"""The benchmark of row moves without a GPU: its columns, its table, and what the page says of them."""
+"""Benchmark of row moves without a GPU: columns, and calls of every way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks without a GPU: how much work a case is, what the packs are, and the record of measurements."""
+"""Benchmarks without a GPU: operations of a case, packs, records, and a run on a fake GPU."""
 
 from __future__ import annotations
 
@@ -171,14 +171,14 @@ def test_times_of_a_graph_are_those_of_its_calls(clock):
 
 
 class OnHost(np.ndarray):
-    """An array that says it came from a GPU."""
+    """NumPy array with CuPy's get()."""
 
     def get(self):
         return np.asarray(self)
 
 
 class FakePeer:
-    """The answer in float64, or 1 percent more; it cannot capture its backward alone if it is `clumsy`."""
+    """Peer with float64 results; a `clumsy` one cannot capture its backward alone."""
 
     factor, clumsy, logits = 1.0, False, ()
 

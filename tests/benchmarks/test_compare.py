@@ -1,4 +1,4 @@
-"""The comparison of source trees without a GPU: processes that fake their times, and what is made of them."""
+"""Comparison of source trees without a GPU, by processes that fake their times."""
 
 from __future__ import annotations
 

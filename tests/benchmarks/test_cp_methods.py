@@ -1,4 +1,4 @@
-"""The methods that the benchmark of context parallelism times: names, bytes, and two ranks that play two of many."""
+"""Methods that the benchmark of context parallelism times: names, predictions, and two ranks that play two of many."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_methods_are_named_as_cp_attention_takes_them():
 
 
 def layer_of(comm, case, method):
-    """What a rank of a case by a method has and counts: attention, plan, results, bytes of forward and backward."""
+    """Run a rank of a case by a method; return attention, plan, results, and received bytes of forward and backward."""
     inner = cp_methods.INNER
     groups = (comm.split(comm.rank // inner), comm.split(comm.rank % inner)) if method.two_levels else (comm,)
     attention = case.attention("reference", comm=groups if method.two_levels else comm,
@@ -97,7 +97,7 @@ LONGER_MS = 2.0  # of forward and backward: in shorter ones it is the host that 
 
 
 def measured():
-    """[(ranks, case, {method: ms of forward and backward})] of all that was measured by several methods on H200."""
+    """Return [(ranks, case, {method: ms of forward and backward})] of all cases with several methods on H200."""
     found = []
     for ranks, times in tables.runs(record.load(record.results_file("cp", "NVIDIA H200"))).items():
         for case in times.cases:

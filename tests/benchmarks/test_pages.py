@@ -1,4 +1,4 @@
-"""The pages of measurements are what `python benchmarks/pages.py` makes of the records, and so are the charts."""
+"""Pages and charts of measurements against the records that `python benchmarks/pages.py` makes them of."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_chart_is_drawn_with_its_numbers(tmp_path):
 
 
 def cells(parts, first):
-    """The cells of the lines that begin with a cell, over all tables."""
+    """Return the cells of the lines that begin with a cell, over all tables."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for part in parts for line in part.splitlines()
              if line.startswith("|")]  # fmt: skip
     return [line[1:] for line in lines if line[0] == first]

@@ -1,4 +1,4 @@
-"""What a record says it is about, and the record of GPU tests."""
+"""Provenance of records, and the record of GPU tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = SOURCE / "thdattn"
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """A copy of the package that jit reads."""
+    """Copy the package that jit reads."""
     pytest.importorskip("cupy")
     from thdattn.jit import compiler
 
