@@ -69,7 +69,7 @@ def _numbers(seed: int, dtype: np.dtype[Any]) -> Any:
 
 
 def release_memory() -> None:
-    """Return the free memory of CuPy's and torch's pools to the GPU, because either would starve the other.
+    """Give the free memory of CuPy's and torch's pools back to the GPU, because either would starve the other.
 
     NOTE: no captured graph may be alive: its work arrays can be in the free memory of CuPy's pool.
     """

@@ -361,7 +361,8 @@ def graphs(rows: Sequence[Row]) -> list[str]:
         if row["way"].endswith("_slots") or row["way"] == "exact":
             slots.setdefault(row["ranks"], {})[row["way"].removesuffix("_slots")] = float(row["ms"])
     lines = [[*layer, *(number(ms.get(way, math.nan)) for way in ways),
-              f"{ms['eager_static'] / min(ms.values()):.2f}"] for layer, ms in found.items()]  # fmt: skip
+              ratio(ms["eager_static"] / min(ms[way] for way in ms if way != "eager_static"))]
+             for layer, ms in found.items()]  # fmt: skip
     unused = [[gpus, number_of, number(ms[number_of]), f"{ms[number_of] / ms['exact']:.2f}"]
               for gpus, ms in slots.items() for number_of in ms if "exact" in ms]  # fmt: skip
     return described([
