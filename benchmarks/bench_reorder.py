@@ -5,9 +5,9 @@
 Buffers are those around the collectives: bfloat16 k and v to sequence order, float32 dk and dv to rank order. GB/s
 count bytes read and written, without the index. The ways:
 
-move      thd_reorder, both arrays in one launch
+ours      thd_reorder, both arrays in one launch
 copy      a plain copy on the device, of as many bytes
-select    torch.index_select of each array; its columns are empty without PyTorch
+select    torch.index_select of each array, with PyTorch
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import cupy
@@ -37,7 +36,6 @@ from thdattn.engines import cuda
 ROWS, HEADS, WIDTH = 2**18, 8, 128  # k and v in bfloat16: 1 GiB together, far more than an L2 cache holds
 PACKS = {"1 sequence": (ROWS,), "4096 sequences of 64": (64,) * (ROWS // 64)}
 ROUNDS = 5
-COLUMNS = {"move": "", "copy": "copy_", "select": "select_"}  # prefix of the columns of each way
 
 
 def main() -> int:
@@ -49,7 +47,7 @@ def main() -> int:
         for pack in PACKS:
             for cp_size in (2, 4, 8):
                 rows += (about | row for row in bench(pack, cp_size))
-    record.save(path, rows, ("gpu", "case", "cp_size", "direction"))
+    record.save(path, rows, ("gpu", "case", "cp_size", "direction", "peer"))
     print("\n\n".join([*tables.reorder(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
     return 0
 
@@ -68,31 +66,24 @@ def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
         check(direction, sources, move(*sources, plan), plan)
         copies = [cupy.empty_like(x) for x in sources]
         ways: dict[str, Callable[[], object]] = {
-            "move": partial(move, *sources, plan), "copy": partial(copy, sources, copies),
+            "ours": partial(move, *sources, plan), "copy": partial(copy, sources, copies),
         }  # fmt: skip
         if importlib.util.find_spec("torch"):
             ways["select"] = selecting(sources, index)
         groups = {name: partial(timing.called, call, 20) for name, call in ways.items()}
         times = timing.interleaved(groups, ROUNDS, lambda _: nullcontext())
-        yield row_of(pack, cp_size, direction, sources, times)
+        yield from (row_of(pack, cp_size, direction, sources, peer, samples) for peer, samples in times.items())
 
 
 def row_of(
-    pack: str, cp_size: int, direction: str, sources: Sequence[Any], times: Mapping[str, Sequence[float]]
+    pack: str, cp_size: int, direction: str, sources: Sequence[Any], peer: str, samples: Sequence[float]
 ) -> record.Row:
-    """Return the columns of all ways; "ratio" is the speed of the move over the copy's, "over_select" over torch's."""
-    num_bytes = 2 * sum(x.nbytes for x in sources)
-    ms = {name: median(samples) for name, samples in times.items()}
-    row = {"case": pack, "cp_size": str(cp_size), "direction": direction, "dtype": np.dtype(sources[0].dtype).name,
-           "bytes": str(num_bytes), "samples": str(len(times["move"]))}  # fmt: skip
-    for name, prefix in COLUMNS.items():
-        row |= dict.fromkeys((f"{prefix}{column}" for column in ("ms", "ms_p10", "ms_p90", "gb_per_s")), "")
-        if name in times:
-            values = zip(("ms", "ms_p10", "ms_p90"), (ms[name], *record.spread(times[name])), strict=True)
-            row |= {f"{prefix}{column}": f"{value:.4f}" for column, value in values}
-            row[f"{prefix}gb_per_s"] = f"{num_bytes / ms[name] / 1e6:.0f}"
-    over = {"ratio": "copy", "over_select": "select"}
-    return row | {column: f"{ms[name] / ms['move']:.3f}" if name in ms else "" for column, name in over.items()}
+    """Return the columns of one way."""
+    num_bytes, times = 2 * sum(x.nbytes for x in sources), record.timed(samples)
+    return {
+        "case": pack, "cp_size": str(cp_size), "direction": direction, "dtype": np.dtype(sources[0].dtype).name,
+        "bytes": str(num_bytes), "peer": peer, **times, "gb_per_s": f"{num_bytes / float(times['ms']) / 1e6:.0f}",
+    }  # fmt: skip
 
 
 def rank_zero_plan(sharding: thdattn.Sharding) -> thdattn.Plan:

@@ -203,10 +203,13 @@ def dense(rows: Sequence[Row]) -> list[str]:
 
 def reorder(rows: Sequence[Row]) -> list[str]:
     """Make the table of bench_reorder.py: rates of moving rows between rank order and sequence order."""
-    ways = {"gb_per_s": "thd_reorder", "copy_gb_per_s": "copy", "select_gb_per_s": "torch.index_select"}
-    ways = {column: name for column, name in ways.items() if any(row.get(column) for row in rows)}
-    lines = [[row["case"], row["cp_size"], f"{row['direction'].replace('_', ' ')}, {row['dtype']}",
-              *(row.get(column) or "-" for column in ways), row["ratio"]] for row in rows]  # fmt: skip
+    ways = {OURS: "thd_reorder", "copy": "copy", "select": "torch.index_select"}
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        move = row["case"], row["cp_size"], f"{row['direction'].replace('_', ' ')}, {row['dtype']}"
+        found.setdefault(move, {})[row["peer"]] = float(row["gb_per_s"])
+    lines = [[*move, *(number(rates.get(way, math.nan)) for way in ways), ratio(rates[OURS] / rates["copy"])]
+             for move, rates in found.items()]  # fmt: skip
     return described([("GB/s, read and written bytes together.",
                        table(["pack", "ranks", "direction", *ways.values(), "thd_reorder / copy"], lines))])
 

@@ -178,10 +178,10 @@ def test_graphs_are_compared_with_calls_in_packs_of_unknown_lengths_and_slots_wi
     assert cells(parts, "1")[0] == ["16", "1.10", "1.10"]
 
 
-def test_a_way_of_moving_rows_that_was_not_timed_has_no_column():
-    row = {"case": "two", "cp_size": "2", "direction": "to_rank_order", "dtype": "float32", "gb_per_s": "900",
-           "copy_gb_per_s": "1000", "select_gb_per_s": "", "ratio": "0.900"}  # fmt: skip
-    assert cells(tables.reorder([row]), "two") == [["2", "to rank order, float32", "900", "1000", "0.900"]]
+def test_moves_of_rows_are_compared_with_a_copy():
+    known = {"case": "two", "cp_size": "2", "direction": "to_rank_order", "dtype": "float32"}
+    rows = [known | {"peer": peer, "gb_per_s": rate} for peer, rate in (("ours", "900"), ("copy", "1000"))]
+    assert cells(tables.reorder(rows), "two") == [["2", "to rank order, float32", "900", "1,000", "-", "0.90"]]
 
 
 STEP = {
