@@ -179,11 +179,15 @@ def others(found: Records) -> Iterator[list[str]]:
     layers = {row["way"]: float(row["ms"]) for row in found.get("graphs", ())
               if (row["ranks"], row["case"], row["heads"], row["kv_heads"]) == ("2", "64x128", "8", "8")}  # fmt: skip
     if layers:
+        eager = min(layers["eager"], layers["eager_static"])
         yield ["2 GPUs, one CUDA graph: 64 documents of 128 tokens, 8 heads of 128",
                f"{tables.number(layers['full_iteration'])} ms, both together", "thdattn without graphs",
-               f"{layers['eager_static'] / layers['full_iteration']:.2f}"]  # fmt: skip
-    steps = {row["cuda_graph_impl"]: int(row["tokens_per_s"]) for row in found.get("bytelm", ())
-             if (row["size"], row["ranks"], row["tokens"], row["sharding"]) == ("small", "1", "2048", "dual_chunk")}
+               f"{eager / layers['full_iteration']:.2f}"]  # fmt: skip
+    steps: dict[str, int] = {}  # the fastest of each kind of graph, whatever the sharding
+    for row in found.get("bytelm", ()):
+        if (row["size"], row["ranks"], row["tokens"]) == ("small", "1", "2048"):
+            impl = row["cuda_graph_impl"]
+            steps[impl] = max(steps.get(impl, 0), int(row["tokens_per_s"]))
     if steps:
         yield ["Training of 24 million weights, 2,048 tokens a step, one CUDA graph a step",
                f"{steps['full_iteration']:,} tokens/s", "thdattn without graphs",
