@@ -20,7 +20,8 @@ SHARDING = Sharding(BATCH, 1)
 
 
 def attention(**changed):
-    arguments = {"comm": SINGLE, "num_heads": 4, "head_dim": 8, "dtype": "float32", "engine": "reference"}
+    arguments = {"comm": SINGLE, "num_heads": 4, "head_dim": 8, "num_kv_heads": 4, "dtype": "float32",
+                 "engine": "reference"}
     return thdattn.CPAttention(**{**arguments, **changed})
 
 
@@ -29,6 +30,13 @@ FLAGS = ("causal", "deterministic")
 
 
 @table(
+    ("num_heads", 5, ValueError, "num_heads is 5, not a multiple of num_kv_heads = 4; wanted"),
+    ("num_kv_heads", 8, ValueError, "num_heads is 4, not a multiple of num_kv_heads = 8"),
+    *((name, 0, ValueError, f"{name} is 0, wanted >= 1; pass") for name in COUNTS),
+    *((name, -2, ValueError, f"{name} is -2, wanted >= 1; pass") for name in COUNTS),
+    *((name, "8", TypeError, f"{name} is '8', a str; wanted an int") for name in COUNTS),
+    ("comm", None, TypeError, "comm is a NoneType, wanted a Comm, or two in a tuple; make one with"),
+    ("comm", 4, TypeError, "comm is a int, wanted a Comm"),
     ("comm", thdattn.comm.SingleComm, TypeError, "comm is a ABCMeta, wanted a Comm, or two in a tuple; make one"),
     *((name, True, TypeError, f"{name} is True, a bool; wanted an int") for name in COUNTS),
     *((name, np.True_, TypeError, f"{name} is np.True_, a bool; wanted an int") for name in COUNTS),
@@ -51,6 +59,13 @@ FLAGS = ("causal", "deterministic")
     ("cp_comm_type", "all_to_all", ValueError, "cp_comm_type is 'all_to_all', wanted"),
     ("comm", (SINGLE, 1), TypeError, "comm is a tuple, wanted a Comm, or two in a tuple"),
     ("comm", (SINGLE, SINGLE, SINGLE), TypeError, "comm is a tuple, wanted a Comm, or two in a tuple"),
+    ("window", (-2, 0), ValueError, "window is (-2, 0), wanted numbers >= -1; -1 means unlimited"),
+    ("window", (0, -5), ValueError, "window is (0, -5), wanted numbers >= -1"),
+    ("window", (4, 1), ValueError, "window is (4, 1) with causal=True, wanted a right side of -1 or 0 … (4, 0)"),
+    ("window", 5, TypeError, "window is 5, wanted (left, right); pass (-1, -1) for no window"),
+    ("window", (1, 2, 3), TypeError, "window is (1, 2, 3), wanted (left, right)"),
+    ("window", None, TypeError, "window is None, wanted (left, right)"),
+    ("window", (1.5, 0), TypeError, "window[0] is 1.5, a float; wanted an int"),
     ("window", (NAN, 0), TypeError, "window[0] is nan, a float; wanted an int; -1 means unlimited"),
     ("window", (INF, 0), TypeError, "window[0] is inf, a float; wanted an int; -1 means unlimited"),
     ("window", (True, 0), TypeError, "window[0] is True, a bool; wanted an int"),
@@ -64,6 +79,10 @@ FLAGS = ("causal", "deterministic")
     ("window", {3: 0, 0: 3}, TypeError, "window is {0: 3, 3: 0}, wanted (left, right)"),
     ("window", OnAGpu(), TypeError, "window is a OnAGpu of shape (8, 4, 8), wanted (left, right)"),
     ("window", (-(2**70), 0), ValueError, "window is (-1180591620717411303424, 0), wanted numbers >= -1"),
+    ("softmax_scale", 0.0, ValueError, "softmax_scale is 0.0, wanted a finite number > 0; None is"),
+    ("softmax_scale", -1, ValueError, "softmax_scale is -1, wanted a finite number > 0"),
+    ("softmax_scale", INF, ValueError, "softmax_scale is inf, wanted a finite number > 0"),
+    ("softmax_scale", NAN, ValueError, "softmax_scale is nan, wanted a finite number > 0"),
     ("softmax_scale", "0.5", TypeError, "softmax_scale is '0.5', wanted a number; None is head_dim**-0.5"),
     ("softmax_scale", True, TypeError, "softmax_scale is True, wanted a number"),
     ("softmax_scale", 1j, TypeError, "softmax_scale is 1j, wanted a number"),
@@ -73,6 +92,9 @@ FLAGS = ("causal", "deterministic")
     ("softmax_scale", 1e300, ValueError, "softmax_scale is 1e+300, wanted a finite number > 0; None … float32 must"),
     ("softmax_scale", 1e-60, ValueError, "softmax_scale is 1e-60, wanted a finite number > 0"),
     ("softmax_scale", 10**400, ValueError, "softmax_scale is 1000 … 000, wanted a finite number > 0"),
+    ("dtype", "int32", TypeError, "dtype is int32, wanted one of float16, bfloat16, float32, float64 … 'reference'"),
+    ("dtype", "complex64", TypeError, "dtype is complex64, wanted one of"),
+    ("dtype", "bf16", TypeError, "dtype is 'bf16', wanted one of … bfloat16"),
     ("dtype", None, TypeError, "dtype is None, wanted one of float16, bfloat16, float32, float64"),
     ("dtype", np.ones(3, np.float32), TypeError, "dtype is a ndarray of shape (3,), wanted one of"),
     ("dtype", np.array("float32"), TypeError, "dtype is a ndarray of shape (), wanted one of"),
@@ -85,6 +107,7 @@ FLAGS = ("causal", "deterministic")
     ("dtype", "3f4", TypeError, "dtype is ('<f4', (3,)), wanted one of"),
     ("dtype", ["float32"], TypeError, "dtype is ['float32'], wanted one of"),
     ("dtype", object, TypeError, "dtype is object, wanted one of"),
+    ("engine", "triton", ValueError, "engine is 'triton', wanted 'auto', 'cuda' or 'reference'"),
     ("engine", None, TypeError, "engine is None, a NoneType; wanted 'auto', 'cuda' or 'reference'; pass one of these"),
     ("engine", 1, TypeError, "engine is 1, a int; wanted 'auto', 'cuda' or 'reference'"),
     ("engine", ["auto"], TypeError, "engine is ['auto'], a list; wanted 'auto'"),
@@ -124,13 +147,15 @@ def test_plan_names_a_wrong_batch_beside_a_sharding_too():
 ARRAYS = (
     (None, TypeError, "is a builtins.NoneType, wanted a NumPy array"),
     ("x", TypeError, "is a builtins.str, wanted a NumPy array"),
+    ([[1.0]], TypeError, "is a builtins.list, wanted a NumPy array"),
     (1.0, TypeError, "is a builtins.float, wanted a NumPy array"),
     (np.ndarray, TypeError, "is a builtins.type, wanted a NumPy array"),
-    (OnAGpu(), TypeError, "is a wrong_values.OnAGpu, wanted a NumPy array"),
+    (OnAGpu(), TypeError, "is a wrong_values.OnAGpu, wanted a NumPy array … use engine='cuda'"),
     (Gradient(), TypeError, "is a wrong_values.Gradient that cannot be read … .detach(), or use thdattn.torch"),
     (NoDevice(), TypeError, "is a wrong_values.NoDevice that cannot be read through DLPack (Unknown device type"),
     (MASKED, TypeError, "is a masked array, whose mask would be lost; wanted plain values; pass x.filled(value)"),
-    (ones().astype(FLOAT8), TypeError, "is float8_e4m3fn, wanted float32; cast it"),
+    *((ones().astype(dtype), TypeError, f"is {dtype}, wanted float32; cast it")
+      for dtype in map(np.dtype, ("float64", "float16", BFLOAT16, "int32", FLOAT8))),
     (ones().astype(">f4"), TypeError, "is >f4, wanted float32; cast it"),
     (ones().astype(object), TypeError, "is object, wanted float32; cast it"),
     (np.float32(1), TypeError, "is a numpy.float32, wanted a NumPy array"),
