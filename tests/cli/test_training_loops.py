@@ -1,4 +1,4 @@
-"""The smallest training loop learns what the same loop learns in float64, one document at a time, on any ranks."""
+"""The training loops learn what the same loop learns in float64, one document at a time, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,16 +20,18 @@ from thdattn.graphs import Captured, CudaGraphConfig, Graphs
 
 sys.path.append(str(SOURCE.parent / "examples"))
 
-import minimal_loop
+import graph_loop
+import training_loop
 
-EXAMPLE = SOURCE.parent / "examples" / "minimal_loop.py"
+LOOPS = [training_loop, graph_loop]
+both = pytest.mark.parametrize("example", LOOPS, ids=lambda loop: loop.__name__)
 PRINTED = 5e-3  # four decimals of a loss above 0.01, computed in bfloat16
 
 
 @pytest.fixture(scope="module")
 def truth():
     """The losses in float64, with neither packing nor padding nor ranks."""
-    loop, rng = minimal_loop, np.random.default_rng(0)
+    loop, rng = training_loop, np.random.default_rng(0)
     q_width, kv_width = loop.HEADS * loop.HEAD_DIM, loop.KV_HEADS * loop.HEAD_DIM
     documents = [rng.standard_normal((n, loop.WIDTH), np.float32).astype(float) for n in loop.LENGTHS]
     w_in = rng.standard_normal((loop.WIDTH, q_width + 2 * kv_width), np.float32) * loop.WIDTH**-0.5
@@ -56,11 +59,12 @@ def test_loss_falls_to_a_quarter(truth):
     assert truth[-1] < truth[0] / 4
 
 
+@both
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
-def test_losses_on_any_ranks_are_those_of_float64(monkeypatch, truth, cp_size):
+def test_losses_on_any_ranks_are_those_of_float64(monkeypatch, truth, example, cp_size):
     float32 = partial(thdattn.CPAttention, dtype="float32", engine="reference")
-    monkeypatch.setattr(minimal_loop.thdattn, "CPAttention", float32)
-    for losses in thdattn.comm.run_local(cp_size, minimal_loop.train):
+    monkeypatch.setattr(thdattn, "CPAttention", float32)
+    for losses in thdattn.comm.run_local(cp_size, example.train):
         np.testing.assert_allclose(losses, truth, rtol=1e-5)
 
 
@@ -70,11 +74,11 @@ ATTENTION = {"attention, forward", "attention, backward"}
 @pytest.mark.parametrize(("modules", "wanted"), [((), ATTENTION), (("attn",), ATTENTION), (("mlp",), set())])
 def test_attention_becomes_graphs_where_the_modules_say_so(monkeypatch, modules, wanted):
     made = []
-    monkeypatch.setattr(minimal_loop, "CudaGraphConfig", partial(CudaGraphConfig, modules=modules))
-    monkeypatch.setattr(minimal_loop, "Graphs", lambda *args: made.append(Graphs(*args)) or made[-1])
-    monkeypatch.setattr(minimal_loop, "STEPS", 1)
+    monkeypatch.setattr(graph_loop, "CudaGraphConfig", partial(CudaGraphConfig, modules=modules))
+    monkeypatch.setattr(graph_loop, "Graphs", lambda *args: made.append(Graphs(*args)) or made[-1])
+    monkeypatch.setattr(graph_loop, "STEPS", 1)
     with thdattn.comm.init("single") as comm:
-        minimal_loop.train(comm)
+        graph_loop.train(comm)
         assert {captured.name for captured in made[0]._captured if captured._is_wanted} == wanted | {"plan"}
 
 
@@ -83,22 +87,25 @@ def printed(run):
     return [float(loss) for loss in re.findall(r"^step +\d+ +loss (\S+)$", run.stdout, re.MULTILINE)]
 
 
+@both
 @pytest.mark.parametrize("arguments", [[], ["2"]], ids=["alone", "simulated"])
-def test_one_process_prints_the_losses_once(truth, arguments):
-    command = [sys.executable, str(EXAMPLE), *arguments]
+def test_one_process_prints_the_losses_once(truth, example, arguments):
+    command = [sys.executable, example.__file__, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     np.testing.assert_allclose(printed(run), truth, rtol=PRINTED)
 
 
-def test_two_processes_print_the_losses_once(truth):
-    np.testing.assert_allclose(printed(run_ranks(2, EXAMPLE)), truth, rtol=PRINTED)
+@both
+def test_two_processes_print_the_losses_once(truth, example):
+    np.testing.assert_allclose(printed(run_ranks(2, Path(example.__file__))), truth, rtol=PRINTED)
 
 
 @pytest.mark.gpu
+@both
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_losses_on_a_gpu_are_those_of_float64(cupy, poisoned_gpu, truth, cp_size):
-    for losses in thdattn.comm.run_local(cp_size, minimal_loop.train):
+def test_losses_on_a_gpu_are_those_of_float64(cupy, poisoned_gpu, truth, example, cp_size):
+    for losses in thdattn.comm.run_local(cp_size, example.train):
         np.testing.assert_allclose(losses, truth, rtol=PRINTED)
 
 
@@ -106,15 +113,16 @@ def test_losses_on_a_gpu_are_those_of_float64(cupy, poisoned_gpu, truth, cp_size
 @pytest.mark.parametrize(("modules", "wanted"), [((), ATTENTION), (("mlp",), set())])
 def test_losses_with_graphs_are_those_of_float64(cupy, poisoned_gpu, truth, monkeypatch, modules, wanted):
     names, capture = set(), Captured._capture
-    monkeypatch.setattr(minimal_loop, "CudaGraphConfig", partial(CudaGraphConfig, modules=modules))
+    monkeypatch.setattr(graph_loop, "CudaGraphConfig", partial(CudaGraphConfig, modules=modules))
     monkeypatch.setattr(Captured, "_capture", lambda self, *args: (names.add(self.name), capture(self, *args))[1])
     with thdattn.comm.init("single") as comm:
-        np.testing.assert_allclose(minimal_loop.train(comm), truth, rtol=PRINTED)
+        np.testing.assert_allclose(graph_loop.train(comm), truth, rtol=PRINTED)
     assert names == wanted | {"plan"}
 
 
 @pytest.mark.gpu
-def test_two_gpus_print_the_losses_once(cupy, truth):
+@both
+def test_two_gpus_print_the_losses_once(cupy, truth, example):
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs 2 GPUs")
-    np.testing.assert_allclose(printed(run_ranks(2, EXAMPLE, timeout=240)), truth, rtol=PRINTED)
+    np.testing.assert_allclose(printed(run_ranks(2, Path(example.__file__), timeout=240)), truth, rtol=PRINTED)
