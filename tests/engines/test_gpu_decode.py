@@ -189,10 +189,7 @@ def test_lengths_on_the_gpu_that_do_not_fit_are_marked(cupy):
 
 
 @pytest.mark.parametrize("offsets", [((0, 9, 5), (0, 9, 5)), ((0, 9, 12), (0, 5, 12)), ((0, 5, 9), (0, 5, 21))])
-def test_wrong_lengths_on_the_gpu_fill_no_text(cupy, monkeypatch, offsets):
-    from thdattn.engines.cuda.plan import DeviceLengths
-
-    monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)  # or nobody comes to the fill
+def test_wrong_lengths_on_the_gpu_fill_no_text(cupy, unnoticed, offsets):
     layer = attention((4, 2), (64, 64), BFLOAT16)
     cache = layer.cache(2, 10)
     x = cupy.asarray(np.ones((20, 2, 64), BFLOAT16))

@@ -192,13 +192,10 @@ def wrong_batches(cupy, offsets, keys):
 
 @pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_lengths_make_every_result_nan(cupy, monkeypatch, what, sharding):
-    from thdattn.engines.cuda.plan import DeviceLengths
-
+def test_wrong_lengths_make_every_result_nan(cupy, unnoticed, what, sharding):
     offsets, keys, cp_size, _ = WRONG[what]
     if what == "no-multiple" and sharding == "contiguous":
         pytest.skip("any length will do")
-    monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)  # or nobody comes to the results
     batch, key_batch = wrong_batches(cupy, offsets, keys)
 
     def program(comm):
@@ -215,15 +212,12 @@ def test_wrong_lengths_make_every_result_nan(cupy, monkeypatch, what, sharding):
 
 @pytest.mark.parametrize("divides", [False, True], ids=["whole-tiles", "divided-keys"])
 @pytest.mark.parametrize("dims", TILES, ids=str)
-def test_wrong_lengths_make_every_result_nan_at_every_head_dim(cupy, kernels, monkeypatch, dims, divides):
+def test_wrong_lengths_make_every_result_nan_at_every_head_dim(cupy, kernels, unnoticed, monkeypatch, dims, divides):
     """In memory that holds zeros, so that NaN is what was written."""
     from thdattn.engines import cuda
     from thdattn.engines.cuda import launch, scheduler
-    from thdattn.engines.cuda.plan import DeviceLengths
-
     if divides and kernels == "portable":
         pytest.skip("the portable forward divides no keys")
-    monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)
     for module in (cuda, launch):
         monkeypatch.setattr(module, "empty", cupy.zeros)
     if not divides:
@@ -237,11 +231,8 @@ def test_wrong_lengths_make_every_result_nan_at_every_head_dim(cupy, kernels, mo
         assert x.size and np.isnan(x.astype(np.float32)).all()
 
 
-def test_results_follow_lengths_that_become_wrong_and_right_again(cupy, monkeypatch):
+def test_results_follow_lengths_that_become_wrong_and_right_again(cupy, unnoticed):
     """Though the host has learned that the lengths before were right."""
-    from thdattn.engines.cuda.plan import DeviceLengths
-
-    monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)
     offsets = cupy.asarray(np.array([0, 8, 12], np.int32))
     attention = thdattn.CPAttention(SINGLE, 2, 64, 1, engine="cuda")
     plan = attention.plan(thdattn.PackedBatch(offsets, total_rows=12))
@@ -298,16 +289,14 @@ def test_wrong_lengths_raise_at_the_check_and_at_the_next_call(cupy, what):
     thdattn.comm.run_local(cp_size, program)
 
 
-def test_lengths_without_a_row_may_be_wrong_too(cupy, monkeypatch):
-    from thdattn.engines.cuda.plan import DeviceLengths
-
+def test_lengths_without_a_row_may_be_wrong_too(cupy, request):
     attention = thdattn.CPAttention(SINGLE, 1, 64, engine="cuda")
     offsets = cupy.asarray(np.array([0, 4], np.int32))
     queries, keys = (thdattn.PackedBatch(offsets, total_rows=rows) for rows in (4, 0))
     plan = attention.plan(queries, key_batch=keys)
     with pytest.raises(ValueError, match=r"total_rows is 0 but cu_seqlens_padded ends at 4"):
         plan.check()
-    monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)
+    request.getfixturevalue("unnoticed")
     q, k = cupy.ones((4, 1, 64), BFLOAT16), cupy.ones((0, 1, 64), BFLOAT16)
     assert all(np.isnan(x.astype(np.float32)).all() for x in results(attention, plan, (q, k, k, q)))
 
