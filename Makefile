@@ -18,7 +18,7 @@
 #     make pack-stats ARGS="--data DIR --tokens 16384"
 #     make fuzz ARGS="--seconds 600 --seed 1"
 #     make test ARGS="-n 0 -k sharding"
-#     make test ARGS="-m exhaustive"     compiles kernels for more GPUs and dtypes
+#     make test ARGS="-m exhaustive"     repeats the tests on more ranks, packs, head dims and GPUs
 #   PYTHON chooses the interpreter, and RANKS the number of ranks of demo and tutorial.
 
 PYTHON ?= python3
