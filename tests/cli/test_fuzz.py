@@ -29,8 +29,8 @@ from thdattn.plan import ranges
 
 LINE = re.compile(r'^FAILED --case "([^"]*)": (.*)$', re.MULTILINE)
 SUMMARY = re.compile(
-    r"^fuzz: (\d+) packs in \d+ s, seed (\d+), engine reference, ranks (.*), worst error [\d.]+ of what the rule "
-    r"allows, (\d+) near(, which is more than luck)?, (\d+) failed$", re.MULTILINE)  # fmt: skip
+    r"^fuzz: (\d+) packs in \d+ s, seed (\d+), engine reference, ranks (.*), largest error [\d.]+ of its "
+    r"budget, (\d+) near(, more than chance explains)?, (\d+) failed$", re.MULTILINE)  # fmt: skip
 LUCKY_BASELINES = {  # whose baselines err by less than those of packs like them
     "one large number of out": "flow=mixer ranks=4 sharding=contiguous lengths=1,8,4,1,6,3x0,4,9,7,3,6,8,6,8,6,3,6 "
         "padded=1,8,4,1,6,3x0,4,9,7,3,6,8,6,8,6,3,6 dtype=float16 mixer=4,1,5,2,4 seed=805470319",

@@ -246,7 +246,7 @@ def _draw(path: Path, counts: Counts, chosen: list[Candidate], tokens: int) -> N
     share = 100 * np.cumsum(packs) / len(counts)
     bottom.step([0, *values, last], [0, *share, 100], where="post", color=BLUE, linewidth=2)
     bottom.set(ylim=(0, 105), xlim=(0, last + max(0.6, 0.02 * last)), ylabel="packs that replay (%)",
-               xlabel="documents; maximum of a CUDA graph (--cuda-graph-max-packed-seqs)")
+               xlabel="documents per pack; slots of a CUDA graph (--cuda-graph-max-packed-seqs)")
     powers = [candidate.slots for candidate in chosen if candidate.is_power and 16 * candidate.slots >= last]
     percentiles = {candidate.slots: candidate.why for candidate in chosen if candidate.why}
     bottom.set_xticks(powers)

@@ -105,15 +105,15 @@ def _one_case(line: str, ranks: Ranks) -> int:
     try:
         case = FuzzCase.from_words(line)
         if ranks.comm.size > 1 and case.ranks != ranks.comm.size:
-            raise ValueError(f"--case is of {case.ranks} ranks and mpiexec started {ranks.comm.size}, wanted as many; "
-                             f"start as many, or none for simulated ones")
+            raise ValueError(f"--case is for {case.ranks} ranks, and mpiexec started {ranks.comm.size}; start as many as "
+                             f"--case has, or omit mpiexec for simulated ranks")
     except ValueError as error:
         print(f"python -m thdattn fuzz: error: {error}", file=sys.stderr)
         return 2
     totals = Totals()
     totals.add(_ran(case, ranks))
     if ranks.comm.rank == 0:
-        print(f"worst error {totals.worst:.2f} of what the rule allows: {'FAILED' if totals.failures else 'passed'}")
+        print(f"largest error {totals.worst:.2f} of its budget: {'FAILED' if totals.failures else 'passed'}")
     return int(bool(totals.failures))
 
 
@@ -129,8 +129,8 @@ def _soak(arguments: argparse.Namespace, ranks: Ranks) -> int:
         over |= arguments.packs is not None and sums.packs >= arguments.packs
         if comm.rank == 0 and seconds - said >= SECONDS_BETWEEN_LINES and not over:
             said = seconds
-            print(f"{sums.packs} packs in {seconds:.0f} s, {sums.packs / seconds:.1f} a second, worst error "
-                  f"{sums.worst:.2f}, {sums.near} near, {sums.failed} failed", flush=True)
+            print(f"{sums.packs} packs in {seconds:.0f} s, {sums.packs / seconds:.1f} per second, largest error "
+                  f"{sums.worst:.2f} of its budget, {sums.near} near, {sums.failed} failed", flush=True)
         if over:
             break
     return _ended(arguments, ranks, mine, sums, seconds)
@@ -164,8 +164,8 @@ def _ended(arguments: argparse.Namespace, ranks: Ranks, mine: Totals, sums: Sums
     who += " with portable kernels" * arguments.portable
     if comm.rank == 0:
         print(f"fuzz: {sums.packs} packs in {seconds:.0f} s, seed {arguments.seed}, engine {ranks.engine}, ranks {who}"
-              f", worst error {sums.worst:.2f} of what the rule allows, {sums.near} near"
-              f"{'' if lucky else ', which is more than luck'}, {sums.failed} failed", flush=True)  # fmt: skip
+              f", largest error {sums.worst:.2f} of its budget, {sums.near} near"
+              f"{'' if lucky else ', more than chance explains'}, {sums.failed} failed", flush=True)  # fmt: skip
     if arguments.record is not None:
         made = {"kind": "packs", "ranks": f"ranks: {who}", "packs": mine.packs, "near": mine.near,
                 "seconds": seconds / comm.size, "worst": mine.worst, "failures": mine.failures,
