@@ -105,8 +105,8 @@ def _one_case(line: str, ranks: Ranks) -> int:
     try:
         case = FuzzCase.from_words(line)
         if ranks.comm.size > 1 and case.ranks != ranks.comm.size:
-            raise ValueError(f"--case is for {case.ranks} ranks, and mpiexec started {ranks.comm.size}; start as many as "
-                             f"--case has, or omit mpiexec for simulated ranks")
+            raise ValueError(f"--case is for {case.ranks} ranks, and mpiexec started {ranks.comm.size}; start as many "
+                             f"as --case has, or omit mpiexec for simulated ranks")
     except ValueError as error:
         print(f"python -m thdattn fuzz: error: {error}", file=sys.stderr)
         return 2
