@@ -83,7 +83,7 @@ class AttentionMeter:
         return timed
 
 
-def on_the_way(x: Array) -> Callable[[], np.ndarray]:
+def copy_to_host(x: Array) -> Callable[[], np.ndarray]:
     """Start to copy a small array to the host, and return a function that waits for that copy alone."""
     if isinstance(x, np.ndarray):
         copy = x.copy()

@@ -189,14 +189,14 @@ class Model:
 
     def caches(self, num_texts: int, capacity: int) -> Caches:
         """Return decode caches for num_texts texts of up to `capacity` tokens, on one rank."""
-        kept = [seeing.cache(num_texts, capacity) for seeing, _ in self._stack]
+        kept = [mixing.cache(num_texts, capacity) for mixing, _ in self._stack]
         return Caches(kept, self._rotation(self.layers.xp.arange(capacity)))
 
     def prefill(self, tokens: Array, plan: ModelPlan, caches: Caches) -> Array:
         """Fill the caches from a pack with one sequence per text, and return its logits; see `logits`."""
         hidden, saved = self._forward(tokens, plan, self.parts)
-        for (seeing, _), cache, kept in zip(self._stack, caches.layers, saved[::2], strict=False):
-            seeing.fill(cache, kept, plan)
+        for (mixing, _), cache, kept in zip(self._stack, caches.layers, saved[::2], strict=False):
+            mixing.fill(cache, kept, plan)
         return self._logits(hidden)[:, :VOCAB]
 
     def decode(self, tokens: Array, caches: Caches, layers: Sequence[Callable[[Array], Array]] | None = None) -> Array:
@@ -216,8 +216,8 @@ class Model:
 
     def decode_layer(self, layer: int, caches: Caches, x: Array) -> Array:
         """Compute one layer for the next row of every text: return the residual stream (num_texts, width)."""
-        seeing, mlp = self._stack[layer]
-        return mlp.decode(seeing.decode(x, caches.layers[layer], caches.rotation))
+        mixing, mlp = self._stack[layer]
+        return mlp.decode(mixing.decode(x, caches.layers[layer], caches.rotation))
 
     def attention_flops(self, batch: thdattn.PackedBatch) -> int:
         """Return the operations of the attention of all layers and ranks, forward and backward."""

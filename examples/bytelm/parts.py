@@ -100,7 +100,7 @@ class Attention:
         here, keys = plan.plans[self._mask], None
         x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
         qkv = ops.linear_forward(h, w["qkv"])
-        if not self._travels_early(here):
+        if not self._gathers_early(here):
             q, k, v = ops.rope_forward(qkv, plan.rotation, c.heads, c.kv_heads)
         else:  # the gather of k and v overlaps the computation of q
             first = c.heads * c.head_dim
@@ -113,11 +113,11 @@ class Attention:
     def fetch(self, kept: Any) -> Any:
         """Start to gather the keys of all ranks, unless the forward has kept them."""
         x, saved = kept
-        if saved.keys is not None or not self._travels_early(saved.plan):
+        if saved.keys is not None or not self._gathers_early(saved.plan):
             return kept
         return x, saved, self._attention.gather(saved.k, saved.v, saved.plan)
 
-    def _travels_early(self, plan: thdattn.Plan) -> bool:
+    def _gathers_early(self, plan: thdattn.Plan) -> bool:
         """Return whether the gather of keys and values can overlap other work."""
         return self._model.comm.size > 1 and self._attention.can_gather(plan)
 

@@ -27,7 +27,7 @@ Check = Callable[[], object]  # called between micro-batches, on all ranks alike
 Inputs = tuple[Array, Array, ModelPlan, Any] | tuple[Array, Array, ModelPlan, Any, Sequence[Part]]
 
 
-def go_on() -> None:
+def no_check() -> None:
     """Check nothing: this check never ends a step."""
 
 
@@ -63,7 +63,7 @@ class Eager:
         batch.read()
         self.model.prepare(batch.batch, self.sharding)
 
-    def gradient(self, batches: Sequence[MicroBatch], check: Check = go_on) -> Array:
+    def gradient(self, batches: Sequence[MicroBatch], check: Check = no_check) -> Array:
         """Set model.gradient to that of the mean loss over the micro-batches of all groups. Collective.
 
         Args:
@@ -108,7 +108,7 @@ class Local(Eager):
         self._read = graphs.captured(Feed.inputs, "plan")
         self._feed: Feed | None = None
 
-    def gradient(self, batches: Sequence[MicroBatch], check: Check = go_on) -> Array:
+    def gradient(self, batches: Sequence[MicroBatch], check: Check = no_check) -> Array:
         before = self.graphs.num_overflows
         numbers = super().gradient(batches, check)
         self.num_overflows += self.graphs.num_overflows - before
@@ -136,7 +136,7 @@ def captured_parts(model: Model, graphs: Graphs) -> list[Part]:
             raise ValueError(f"modules has {name!r}, wanted some of {', '.join(map(repr, known))}, the parts of a "
                              f"layer here; leave it out")
     for layer, named in enumerate(layers):
-        whole = {"layer": _one_after_another(*named.values())}
+        whole = {"layer": _joined(*named.values())}
         for name, part in (whole if graphs.captures("layer") else named).items():
             if graphs.captures(name):
                 pair = graphs.pair(part.forward, part.backward, f"layer {layer}, {name}", name)
@@ -145,7 +145,7 @@ def captured_parts(model: Model, graphs: Graphs) -> list[Part]:
     return parts
 
 
-def _one_after_another(first: Part, second: Part) -> Part:
+def _joined(first: Part, second: Part) -> Part:
     def forward(x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
         sums, kept = first.forward(x, branch, plan)
         sums, kept_too = second.forward(*sums, plan)
@@ -173,9 +173,9 @@ class FullIteration(Eager):
         self._validation = graphs.captured(self._loss_of, "validation")
         self._fed: Feed | None = None
         self._fed_validation: Feed | None = None
-        self._check: Check = go_on
+        self._check: Check = no_check
 
-    def gradient(self, batches: Sequence[MicroBatch], check: Check = go_on) -> Array:
+    def gradient(self, batches: Sequence[MicroBatch], check: Check = no_check) -> Array:
         dealt = self.grid.dealt(batches)
         feed = self._fed = self._fed or Feed(self.model, self.graphs, self.sharding, dealt)
         if not feed.fits(batches):
@@ -187,7 +187,7 @@ class FullIteration(Eager):
         return self._step(feed)
 
     def _gradient_of(self, feed: Feed) -> Array:
-        check = go_on if self.graphs.is_capturing() else self._check
+        check = no_check if self.graphs.is_capturing() else self._check
         return self._gradient(map(feed.inputs, _checked(range(feed.num_batches), check)))
 
     def loss(self, batches: Sequence[MicroBatch], num_targets: int) -> Array:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 BAR = "{n}/{total} |{bar:20}| {elapsed}<{remaining}{postfix}"
 LINE = "step {n} of {total}, {elapsed} passed, {remaining} to go{postfix}"
-OFTEN, SELDOM = 10, 60  # seconds between two lines of a log: in the first minute, and later
+FIRST_SECONDS, LATER_SECONDS = 10, 60  # seconds between two lines of a log: in the first minute, and later
 
 
 class Progress:
@@ -42,7 +42,7 @@ class Progress:
         self._bar.set_postfix_str(about, refresh=False)
         self._bar.update()
         now = time.monotonic()
-        if now - self._printed >= (OFTEN if now - self._began <= SELDOM else SELDOM):
+        if now - self._printed >= (FIRST_SECONDS if now - self._began <= LATER_SECONDS else LATER_SECONDS):
             self._print_line()
 
     def say(self, text: str) -> None:

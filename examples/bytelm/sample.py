@@ -119,7 +119,7 @@ class Sampler:
             if done % LOOK_EVERY == 0 and bool((self._tokens == EOD).all()):
                 break
             self.step()
-        return [prompt + _until_the_end(text) for prompt, text in zip(prompts, self._all_written(), strict=True)]
+        return [prompt + _until_eod(text) for prompt, text in zip(prompts, self._all_written(), strict=True)]
 
     def start(self, prompts: list[bytes], uniforms: np.ndarray) -> None:
         """Read the prompts, and draw the first byte after each.
@@ -145,7 +145,7 @@ class Sampler:
         return [text[:count] for text, count in zip(self._written.tolist(), counts, strict=True)]
 
 
-def _until_the_end(drawn: list[int]) -> bytes:
+def _until_eod(drawn: list[int]) -> bytes:
     return bytes(drawn[: drawn.index(EOD)] if EOD in drawn else drawn)
 
 

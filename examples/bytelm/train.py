@@ -182,7 +182,7 @@ class Reporter:
             model, grid = self._trainer.model, self._trainer.grid
             tokens = args.accumulate * grid.num_groups * args.tokens
             title = f"{args.size}, {model.weights.size:,} weights, steps of {tokens:,} tokens, ranks: {grid}"
-            measure.plot(args.plot, self._record.lines, title, others(args.beside))
+            measure.plot(args.plot, self._record.lines, title, other_runs(args.beside))
             self._progress.say(f"wrote {args.plot}")
 
 
@@ -390,7 +390,7 @@ def check_outputs(args: argparse.Namespace) -> None:
         command_line.check_writable("--metrics", args.metrics)
     if args.plot:
         command_line.check_picture("--plot", args.plot)
-    others(args.beside)
+    other_runs(args.beside)
 
 
 def check_finite(what: str, number: float) -> None:
@@ -399,7 +399,7 @@ def check_finite(what: str, number: float) -> None:
         raise command_line.Failure(f"{what} is {number}; lower --lr, or raise --warmup")
 
 
-def others(files: Sequence[Path]) -> dict[str, measure.Lines]:
+def other_runs(files: Sequence[Path]) -> dict[str, measure.Lines]:
     """Return lines of other runs by the name of their file."""
     return {path.stem: measure.read("--beside", path) for path in files}
 

@@ -17,7 +17,7 @@ from grid import Grid
 from model import Model
 from numpy.typing import NDArray
 from optimizer import AdamW
-from passes import WAYS, Check, go_on
+from passes import WAYS, Check, no_check
 from sizes import Config
 
 import thdattn
@@ -74,7 +74,7 @@ class Trainer:
         self._attention_meter = measure.AttentionMeter(self.model, self.clock) if impl == "none" else None
         self._last_mark = self.clock.mark()
 
-    def step(self, batches: Sequence[MicroBatch], lr: float, check: Check = go_on) -> StepResult:
+    def step(self, batches: Sequence[MicroBatch], lr: float, check: Check = no_check) -> StepResult:
         """Make one step on the mean loss of some micro-batches. The host does not wait for the GPU, except in `check`.
 
         Args:
@@ -86,10 +86,10 @@ class Trainer:
         numbers[1] = self.optimizer.step(self.model.gradient, lr)
         spans = self._attention_meter.take() if self._attention_meter else []
         before, self._last_mark = self._last_mark, self.clock.mark()
-        return StepResult(batches, lr, measure.on_the_way(numbers), (before, self._last_mark), spans,
+        return StepResult(batches, lr, measure.copy_to_host(numbers), (before, self._last_mark), spans,
                           self.passes.num_overflows)  # fmt: skip
 
-    def bits_per_byte(self, batches: Sequence[MicroBatch], check: Check = go_on) -> float:
+    def bits_per_byte(self, batches: Sequence[MicroBatch], check: Check = no_check) -> float:
         """Return the model's bits per byte of these documents, ends included. Waits for the GPU.
 
         Groups without a micro-batch in the last round compute that of another group, and do not count it, as all ranks

@@ -1,11 +1,13 @@
-"""train.py with an accident: misbehave.py ACCIDENT RANK NUMBER [options of train.py], for tests.
+"""Run train.py with an accident, for tests: misbehave.py ACCIDENT RANK NUMBER [options of train.py].
 
-ctrl-c: that rank alone gets SIGINT before the step of that number. amid: SIGTERM in the second micro-batch of that
-step. validating: SIGTERM in the first micro-batch of the validation of that number. early: SIGTERM before documents are
-looked for. fail: it alone raises before that step. wait: it alone sleeps before it has done anything, while the others
-wait for it in MPI; process ids are in files beside that of --metrics.
+ctrl-c: the rank gets SIGINT before step NUMBER.
+amid: it gets SIGTERM in the second micro-batch of step NUMBER.
+validating: it gets SIGTERM in the first micro-batch of validation NUMBER.
+early: it gets SIGTERM before it looks for documents.
+fail: it raises before step NUMBER.
+wait: it sleeps before any work, while the others wait for it in MPI; process ids are in files beside that of --metrics.
 
-After SIGTERM, every rank ends with a line of how many steps and micro-batches it has begun.
+After SIGTERM, every rank prints how many steps and micro-batches it has begun.
 """
 
 from __future__ import annotations

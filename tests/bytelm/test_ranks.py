@@ -82,7 +82,7 @@ def test_the_first_step_is_on_the_mean_over_all_targets_of_all_groups(batches):
 class MeanOfMeans(passes.Eager):
     """Common mistake: every group divides by its own targets."""
 
-    def gradient(self, batches, check=passes.go_on):
+    def gradient(self, batches, check=passes.no_check):
         count = self.grid.num_groups * sum(batch.num_targets for batch in self.grid.dealt(batches))
         return self._gradient(self._inputs(dealt, count) for dealt in self.grid.rounds(batches))
 
