@@ -148,7 +148,7 @@ class Reporter:
             gradient_norm=norm, tokens_per_s=tokens_per_s, padding=padding, attention_tflops=tflops,
             mfu=flops / size / seconds / self._peak if self._peak else None, num_overflows=result.num_overflows,
         )  # fmt: skip
-        about = [f"loss {loss:.3f}", f"{tokens_per_s:,.0f} tokens/s"]
+        about = [f"loss {loss:.3f} nats", f"{tokens_per_s:,.0f} tokens/s"]
         if tflops is not None:
             about.append(f"attention {f'{tflops:.0f} TFLOP/s' if tflops >= 1 else f'{1e3 * tflops:.1f} GFLOP/s'}")
         about.append(f"padding {padding:.1%}")
