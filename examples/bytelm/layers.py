@@ -1,7 +1,8 @@
 """Layers on the CPU, each forward next to its backward; layers_cuda.py has the same functions for a GPU.
 
-Arrays have one row per token. A backward takes the gradient of the forward's result, returns the gradient of its input,
-and adds the gradient of a weight to the array passed for it. All functions work in float32, and in float64 for tests.
+Arrays have one row per token. A backward takes the gradient of the forward's result and returns the gradient of its
+input. It adds the gradient of a weight to the array passed for it. All functions work in float32, and in float64 for
+tests.
 """
 
 from __future__ import annotations

@@ -340,8 +340,8 @@ def settings_of(
 ) -> dict[str, Any]:
     """Return the options that a resumed run must share with its beginning, as JSON has them.
 
-    An engine has its own dtype. The number of ranks affects only the padding, which is the same for groups of 1, 2, 4
-    and 8, and the micro-batches of a step, which all groups compute together.
+    An engine has its own dtype. The number of ranks affects the padding, which is the same for groups of 1, 2, 4 and 8.
+    It also affects the micro-batches of a step, which all groups compute together.
     """
     same = ("size", "window", "lr", "warmup", "seed")
     num_bytes = sum(document.num_bytes for document in documents)

@@ -92,8 +92,8 @@ class Trainer:
     def bits_per_byte(self, batches: Sequence[MicroBatch], check: Check = no_check) -> float:
         """Return the model's bits per byte of these documents, ends included. Waits for the GPU.
 
-        Groups without a micro-batch in the last round compute that of another group, and do not count it, as all ranks
-        capture and replay graphs together. check is called before every round.
+        All ranks capture and replay graphs together. So a group without a micro-batch in the last round computes that
+        of another group, and does not count it. check is called before every round.
         """
         total, grid = self.xp.zeros(1, np.float32), self.grid
         num_bytes = max(1, sum(batch.num_bytes for batch in batches))

@@ -2,8 +2,8 @@
 
 A captured function is called like the function. Its first calls run eagerly, which compiles kernels and connects
 communicators. The next call is captured. Every later call copies arguments that are not in place into the arrays that
-the graph reads, replays the graph, and returns the arrays that it writes, always the same ones. Where nothing can be
-captured, the function itself runs, so that one program serves every machine.
+the graph reads, and replays the graph. It returns the arrays that the graph writes, always the same ones. Where nothing
+can be captured, the function itself runs, so that one program serves every machine.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def check_method(attention: Planner, strategy: str | None, impl: str) -> None:
     if (sharding.outer or sharding).by_runs:
         raise ValueError(
             f"sharding is 'balanced' and the impl of the CUDA graphs {impl!r}, wanted 'dual_chunk' or 'contiguous' "
-            f"with that, as a graph has the sizes of what travels built in; use one of these, or impl 'none'"
+            f"with that, as a graph has the sizes of messages built in; use one of these, or impl 'none'"
         )
     if isinstance(attention, Mamba2Mixer):
         return

@@ -1,8 +1,8 @@
 """Decode of a Mamba-2 mixer in NumPy: the next row of every sequence, and the states after the sequences of a pack.
 
-A sequence is the state after its last row and as many last rows as the next convolution reads, with zeros in front of
-its first row. Arithmetic is float32 (float64 for float64). Only out is rounded, and the operands that tensor cores take
-from a pack.
+A decoded sequence has the state after its last row, and as many last rows as the next convolution reads. Zeros stand
+for rows in front of its first one. Arithmetic is float32 (float64 for float64). Only out is rounded, and the operands
+that tensor cores take from a pack.
 """
 
 from __future__ import annotations

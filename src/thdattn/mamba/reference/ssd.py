@@ -1,9 +1,9 @@
 """State space recurrence of a Mamba-2 mixer in NumPy, forward and backward, chunk by chunk; and its gate, forward.
 
-Row i has a state s_i = exp(a_i) s_(i-1) + dt_i x_i B_i^T per head, which starts from 0 with every sequence, and y_i =
-s_i C_i + D x_i. Inside a chunk of rows this is attention with decays instead of a softmax. A chunk as a whole, like any
-run of rows, maps the state in front to `decay * state + own`. So chunks depend on each other only through states, and
-so do ranks.
+Row i has a state s_i = exp(a_i) s_(i-1) + dt_i x_i B_i^T per head, which starts from 0 with every sequence. Its result
+is y_i = s_i C_i + D x_i. Inside a chunk of rows this is attention with decays instead of a softmax. A chunk as a whole,
+like any run of rows, maps the state in front to `decay * state + own`. So chunks depend on each other only through
+states, and so do ranks.
 
 One rule holds as in attention: row j counts for row i iff first[i] <= j <= i. Sums restart with every sequence, and
 what does not count is selected away, not multiplied by 0: neither another document nor padding changes a bit of a
