@@ -39,7 +39,7 @@ from thdattn.packing import PackedBatch
 FLOAT64, FLOAT32, FLOAT16 = map(np.dtype, ("float64", "float32", "float16"))
 
 
-@on_engines([*SMALL, *CROSS], reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16])
+@on_engines([*SMALL, *CROSS], reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16], portable=[BFLOAT16])
 def test_every_pack_and_mask_is_the_oracle(engine, case, dtype, cp_size):
     engine.check(case, cp_size, dtype)
 

@@ -15,9 +15,11 @@ from cases import (
     LONG,
     SMALL,
     Case,
+    assert_same_bits,
     check,
     check_long,
     local_rows,
+    on_engines,
     random_inputs,
     run,
 )
@@ -30,65 +32,38 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 DTYPES = [np.dtype("float16"), BFLOAT16]
 
 
-def every(cases, dtypes=DTYPES):
-    """The cp_sizes of one case come one after the other, so that its oracle is computed once."""
-    return [
-        pytest.param(case, dtype, cp_size, id=f"{case}-{dtype}-cp{cp_size}")
-        for case in cases for dtype in dtypes for cp_size in case.cp_sizes
-    ]  # fmt: skip
+@on_engines(DIMS, cuda=DTYPES, portable=[BFLOAT16])
+def test_every_head_dim_is_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS))
-def test_every_head_dim_is_the_oracle(cupy, case, dtype, cp_size):
-    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
-
-
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *SMALL, *CROSS], [BFLOAT16]))
-def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, portable, case, dtype, cp_size):
-    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
-
-
-@pytest.mark.parametrize(("case", "dtype", "cp_size", "splits"), [
-    pytest.param(*one.values, splits, id=f"{one.id}-splits{splits}")
-    for group in (3, 4) for one in every([case for case in DIMS if case.heads[0] == group * case.heads[1]])
-    for splits in range(1, group + 1) if group % splits == 0
-])  # fmt: skip
-def test_query_heads_of_a_group_may_be_split(cupy, monkeypatch, case, dtype, cp_size, splits):
+@on_engines([case for case in DIMS if case.heads[0] > case.heads[1]], cuda=DTYPES)
+def test_query_heads_of_a_group_may_be_split(engine, monkeypatch, case, dtype, cp_size):
     from thdattn.engines.cuda import scheduler
 
-    monkeypatch.setattr(scheduler, "splits_per_kv_head", lambda *_: [(splits, np.inf)])
-    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+    group = case.heads[0] // case.heads[1]
+    for splits in (splits for splits in range(1, group + 1) if group % splits == 0):
+        monkeypatch.setattr(scheduler, "splits_per_kv_head", lambda *_, splits=splits: [(splits, np.inf)])
+        engine.check(case, cp_size, dtype)
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *CROSS], [BFLOAT16]))
-def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, portable, case, dtype, cp_size):
-    first, again = (run(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(2))
-    check(case, dtype, first)
-    for field, x in first.tokens.items():
-        assert again.tokens[field].tobytes() == x.tobytes(), field
+@on_engines([*DIMS, *CROSS], cuda=DTYPES, portable=[BFLOAT16])
+def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(engine, case, dtype, cp_size):
+    assert_same_bits(*(engine.check(case, cp_size, dtype, deterministic=True) for _ in range(3)))
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *CROSS]))
-def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(cupy, case, dtype, cp_size):
-    outcomes = [run(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(3)]
-    check(case, dtype, outcomes[0])
-    for again in outcomes[1:]:
-        for field, x in outcomes[0].tokens.items():
-            assert again.tokens[field].tobytes() == x.tobytes(), field
-
-
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([
+@on_engines([
     Case(f"apart-{dim}-{mask}", (1300, 0, 90, 500), slack=70, heads=(4, 2), dims=(dim, dim), causal=causal,
          window=window, cp_sizes=(1, 2))
     for dim in (64, 128) for mask, causal, window in (("causal", True, (-1, -1)), ("window", False, (900, 200)))
-], [BFLOAT16]))  # fmt: skip
-def test_tiles_of_keys_that_begin_their_queries_apart_are_the_oracle(cupy, case, dtype, cp_size):
-    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+], cuda=[BFLOAT16])  # fmt: skip
+def test_tiles_of_keys_that_begin_their_queries_apart_are_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(BIG, [BFLOAT16]))
-def test_big_packs_are_the_oracle(cupy, case, dtype, cp_size):
-    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+@on_engines(BIG, cuda=[BFLOAT16])
+def test_big_packs_are_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

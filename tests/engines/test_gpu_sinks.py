@@ -10,7 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, CASES, DIMS, Case, check, check_dsinks, random_inputs, random_sinks, run, to_host
+from cases import (
+    BFLOAT16,
+    CASES,
+    DIMS,
+    Case,
+    assert_same_bits,
+    check,
+    check_dsinks,
+    on_engines,
+    random_inputs,
+    random_sinks,
+    to_host,
+)
 from ways import Way, run_way, ways
 
 import thdattn
@@ -27,27 +39,23 @@ MIXED = (257, 3, 64, 0, 100, 17, 190)
 WAYS = [*ways((2, 2), sizes=(4,), heads=(4,)), Way("all_gather", "dual_chunk", 2)]
 
 
-def every(dtypes=(BFLOAT16,), cases=DIMS, kinds=KINDS):
-    return [pytest.param(replace(case, **kinds[kind]), dtype, id=f"{case}-{kind}-{dtype}")
-            for case in cases for kind in kinds for dtype in dtypes]
+def with_kinds(cases, kinds=KINDS):
+    return [replace(case, name=f"{case}-{kind}", **KINDS[kind]) for case in cases for kind in kinds]
 
 
-@pytest.mark.parametrize(("case", "dtype"), every())
-def test_every_head_dim_is_the_oracle(cupy, kernels, case, dtype):
-    check(case, dtype, run(case, 1, dtype, xp=cupy, engine="cuda"))
+@on_engines(with_kinds(DIMS), cuda=[BFLOAT16], portable=[BFLOAT16], cp_sizes=(1,))
+def test_every_head_dim_is_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
-@pytest.mark.parametrize(("case", "dtype"), every((FLOAT16,), [case for case in DIMS if case.dims[0] in (64, 128)]))
-def test_float16_is_the_oracle(cupy, case, dtype):
-    check(case, dtype, run(case, 4, dtype, xp=cupy, engine="cuda"))
+@on_engines(with_kinds([case for case in DIMS if case.dims[0] in (64, 128)]), cuda=[FLOAT16], cp_sizes=(4,))
+def test_float16_is_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
-@pytest.mark.parametrize(("case", "dtype"), every(kinds={"both": KINDS["both"]}))
-def test_deterministic_is_the_oracle_and_bitwise_the_same(cupy, kernels, case, dtype):
-    first, again = (run(case, 2, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(2))
-    check(case, dtype, first)
-    for field, x in first.tokens.items():
-        assert again.tokens[field].tobytes() == x.tobytes(), field
+@on_engines(with_kinds(DIMS, ["both"]), cuda=[BFLOAT16], portable=[BFLOAT16], cp_sizes=(2,))
+def test_deterministic_is_the_oracle_and_bitwise_the_same(engine, case, dtype, cp_size):
+    assert_same_bits(*(engine.check(case, cp_size, dtype, deterministic=True) for _ in range(2)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,10 +65,12 @@ def test_every_method_is_the_oracle(cupy, kernels, way, kind):
     check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
 
 
-@pytest.mark.parametrize("name", ["cross-causal", "cross-window-lopsided", "cross-sees-nothing", "capacity-of-a-tile"])
-def test_rows_that_see_no_key_leave_the_sink_alone(cupy, kernels, name):
-    case = replace(CASES[name], **KINDS["both"])
-    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda"))
+@on_engines(
+    with_kinds([CASES[name] for name in ("cross-causal", "cross-window-lopsided", "cross-sees-nothing",
+                                         "capacity-of-a-tile")], ["both"]),
+    cuda=[BFLOAT16], portable=[BFLOAT16], cp_sizes=(1,))  # fmt: skip
+def test_rows_that_see_no_key_leave_the_sink_alone(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
 def judged(cupy, case, dtype, scale, shift=0.0, far=1.0, apart=97):

@@ -107,7 +107,7 @@ def results(engine, sinks, softcap=0.0):
     return [to_host(x) for x in (out, saved.lse, *layer.backward(dout, saved))]
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0, 30.0])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
 @on_all_kernels
 def test_a_sink_of_minus_infinity_is_none_bit_by_bit(engine, softcap):
     *found, dsinks = results(engine, np.full(4, -np.inf, np.float32), softcap)

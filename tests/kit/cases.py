@@ -171,18 +171,16 @@ class Engine:
         return outcome
 
 
-def on_engines(
-    cases: Sequence[Case], reference: Sequence[Any] = (), cuda: Sequence[Any] = (), cp_sizes: Sequence[int] = CP_SIZES
-) -> Any:
-    """Parameters engine, case, dtype and cp_size, of dtypes of each engine.
+def on_engines(cases: Sequence[Case], cp_sizes: Sequence[int] = CP_SIZES, **dtypes: Sequence[Any]) -> Any:
+    """Parameters engine, case, dtype and cp_size, of dtypes by the name of an engine, as the fixture `engine` has it.
 
     The cp_sizes of one case come one after the other, so that its oracle is computed once.
     """
     return pytest.mark.parametrize(("engine", "case", "dtype", "cp_size"), [
         pytest.param(name, case, np.dtype(dtype), cp_size, id=f"{name}-{case}-{dtype}-cp{cp_size}",
-                     marks=[pytest.mark.gpu] if name == "cuda" else [])
-        for name, dtypes in (("reference", reference), ("cuda", cuda)) for case in cases for dtype in dtypes
-        for cp_size in cp_sizes if cp_size in case.cp_sizes
+                     marks=[pytest.mark.gpu] * (name != "reference"))
+        for name in dtypes for case in cases for dtype in dtypes[name] for cp_size in cp_sizes
+        if cp_size in case.cp_sizes
     ], indirect=["engine"])  # fmt: skip
 
 

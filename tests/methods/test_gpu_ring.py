@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, DIMS, SMALL, assert_same_bits, on_engines, to_host
+from cases import BFLOAT16, DIMS, assert_same_bits, on_engines, to_host
 
 import thdattn
 from thdattn.kernels.configs import TILES
@@ -16,29 +16,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 DTYPES = [np.dtype("float16"), BFLOAT16]
 
 
-@on_engines(DIMS, cuda=DTYPES, cp_sizes=(2, 4))
+@on_engines(DIMS, cuda=DTYPES, portable=[BFLOAT16], cp_sizes=(2, 4))
 def test_every_head_dim_is_the_oracle(engine, case, dtype, cp_size):
     engine.check(case, cp_size, dtype, cp_comm_type="p2p")
 
 
-@on_engines([*DIMS, *SMALL], cuda=[BFLOAT16], cp_sizes=(4,))
-def test_portable_kernels_are_the_oracle_on_every_gpu(portable, engine, case, dtype, cp_size):
-    engine.check(case, cp_size, dtype, cp_comm_type="p2p")
-
-
-def assert_repeats(engine, case, dtype, cp_size):
+@on_engines(DIMS, cuda=DTYPES, portable=[BFLOAT16], cp_sizes=(4,))
+def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(engine, case, dtype, cp_size):
     assert_same_bits(*(
         engine.check(case, cp_size, dtype, cp_comm_type="p2p", deterministic=True) for _ in range(3)))
-
-
-@on_engines(DIMS, cuda=DTYPES, cp_sizes=(4,))
-def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(engine, case, dtype, cp_size):
-    assert_repeats(engine, case, dtype, cp_size)
-
-
-@on_engines(DIMS, cuda=[BFLOAT16], cp_sizes=(4,))
-def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(portable, engine, case, dtype, cp_size):
-    assert_repeats(engine, case, dtype, cp_size)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

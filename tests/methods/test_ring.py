@@ -42,7 +42,7 @@ def ring_backward(engine, comm, plan, dout, q, k, v, out, lse, scale, determinis
     return dq, *dk_dv()
 
 
-@on_engines(SMALL, reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16], cp_sizes=(2, 8))
+@on_engines(SMALL, reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16], portable=[BFLOAT16], cp_sizes=(2, 8))
 def test_every_pack_and_mask_is_the_oracle(engine, case, dtype, cp_size):
     engine.check(case, cp_size, dtype, cp_comm_type="p2p")
 
