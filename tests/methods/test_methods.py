@@ -62,9 +62,27 @@ def test_heads_that_divide_or_are_shared(heads, cp_size, sharding):
         check(case, dtype, run_way(case, Way("a2a", sharding, cp_size), dtype, engine="reference"))
 
 
-def test_gradients_of_shared_heads_are_rounded_once_after_the_sum_over_ranks():
-    """Four ranks give a key 256.5, 1, 1 and 0.75: 259.25, in bfloat16 260. Rounded before, it is less."""
+@pytest.mark.parametrize("kind", ["all_gather", "p2p"])
+def test_what_ranks_sum_is_rounded_once(kind):
+    """Ranks give a key 256.5, 1, 1 and 0.75: 259.25, in bfloat16 260. Rounded before, it is less."""
+    def program(comm):
+        attention = thdattn.CPAttention(comm, 1, 8, causal=False, engine="reference", cp_comm_type=kind)
+        plan = attention.plan(PackedBatch([0, 64]))
+        x = np.ones((16, 1, 8), BFLOAT16)
+        # All scores are equal: P is 1/64 everywhere. A rank gives out, and dv of every key, a quarter of its mean.
+        values = x * BFLOAT16.type([1024, 4, 4, 3][comm.rank])
+        if comm.rank == 0:
+            values[0] = 1056
+        out, saved = attention.forward(x, x, values, plan)
+        return out, attention.backward(values, saved)[2]
 
+    for out, dv in thdattn.comm.run_local(4, program):
+        assert (out.astype(np.float64) == 260).all()
+        assert (dv.astype(np.float64) == 260).all()
+
+
+def test_gradients_of_shared_heads_are_rounded_once_after_the_sum_over_ranks():
+    """As above, by ranks that share a head."""
     def program(comm):
         layer = thdattn.CPAttention(comm, 4, 8, 1, causal=False, engine="reference", cp_comm_type="a2a")
         plan = layer.plan(PackedBatch([0, 64]))
