@@ -147,8 +147,8 @@ def speeds(gpu: str, found: Records, folder: str, picture: str | None = None) ->
     name = found["attention"][0]["gpu"]
     lines = [*one_gpu(found), *several_gpus(found), *others(found)]
     said = (f"{name}, bfloat16, forward / backward of one layer; TFLOP/s count visible pairs of tokens alone. "
-            f"The third column names what is compared, by direction the fastest other implementation. [All packs, "
-            f"errors and conditions]({folder}{gpu}.md).")  # fmt: skip
+            f"The third column names the fastest other implementation of each direction, or thdattn without graphs. "
+            f"[All packs, errors and conditions]({folder}{gpu}.md).")  # fmt: skip
     head = ["workload", "thdattn", "compared with", "times as fast"]
     return "\n\n".join([table(head, lines), wrapped(said), pictures(gpu, found, folder, picture)])
 
@@ -181,7 +181,7 @@ def others(found: Records) -> Iterator[list[str]]:
     if layers:
         eager = min(layers["eager"], layers["eager_static"])
         yield ["2 GPUs, one CUDA graph: 64 documents of 128 tokens, 8 heads of 128",
-               f"{tables.number(layers['full_iteration'])} ms, both together", "thdattn without graphs",
+               f"{tables.number(layers['full_iteration'])} ms, forward + backward", "thdattn without graphs",
                f"{eager / layers['full_iteration']:.2f}"]  # fmt: skip
     steps: dict[str, int] = {}  # the fastest of each kind of graph, whatever the sharding
     for row in found.get("bytelm", ()):
