@@ -11,12 +11,13 @@ from numpy.typing import DTypeLike
 from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window, check_kind
 from thdattn.checks import as_rows, as_sinks, check_plan, check_same
 from thdattn.comm import Comm
+from thdattn.engines import AttentionOptions, BackwardInputs, Engine, ForwardInputs
 from thdattn.engines.select import as_engine_dtype, check_head_dims, choose_engine
 from thdattn.kv_cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.methods import all_gather
-from thdattn.methods.all_gather import Keys
-from thdattn.methods.base import Call, Tensors
-from thdattn.methods.select import Choice, keeps_keys
+from thdattn.methods.all_gather import GatheredKV
+from thdattn.methods.base import MethodOptions
+from thdattn.methods.select import MethodSelection, keeps_keys
 from thdattn.packing import PackedBatch, as_like
 from thdattn.plan import build, free_memory
 from thdattn.plan.flops import Flops, attention_flops
@@ -94,8 +95,8 @@ class CPAttention:
         softcap: float = 0.0,
         sinks: bool = False,
     ) -> None:
-        self._choice = Choice.of(comm, cp_comm_type)
-        self.comm, self.cp_comm_type = self._choice.comm, self._choice.cp_comm_type
+        self._selection = MethodSelection.of(comm, cp_comm_type)
+        self.comm, self.cp_comm_type = self._selection.comm, self._selection.cp_comm_type
         self.num_heads = as_count("num_heads", num_heads)
         self.num_kv_heads = as_count("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         self.head_dim = as_count("head_dim", head_dim)
@@ -107,17 +108,18 @@ class CPAttention:
         self.deterministic = as_bool("deterministic", deterministic)
         self.head_groups = None if head_groups is None else as_count("head_groups", head_groups)
         self.keep_keys = None if keep_keys is None else as_bool("keep_keys", keep_keys)
-        self._choice.check_heads(self.num_heads, self.num_kv_heads, self.head_groups)
-        self._engine, _ = choose_engine(engine, self.comm)
+        self._selection.check_heads(self.num_heads, self.num_kv_heads, self.head_groups)
+        self._engine: Engine = choose_engine(engine, self.comm)[0]
         self.engine: str = self._engine.name
         self.dtype = as_engine_dtype(self._engine, dtype)
         check_head_dims(self._engine, self.head_dim, self.v_head_dim)
         self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
-        self._lengths: Any = None  # of the last plan, if they lie on a GPU
-        self._calls: WeakKeyDictionary[Plan, Call] = WeakKeyDictionary()
+        self._attention = AttentionOptions(self.softmax_scale, self.softcap, self.deterministic)
+        self._lengths: Any = None  # of the last plan, if they are on a GPU
+        self._options: WeakKeyDictionary[Plan, MethodOptions] = WeakKeyDictionary()
         self._plans = {
             "cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": self.window, "engine": self.engine,
-            "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles, "head_ranks": self._choice.inner,
+            "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles, "head_ranks": self._selection.inner,
         }
         self._saves = {
             "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,
@@ -191,7 +193,7 @@ class CPAttention:
         Raises:
             TypeError, ValueError: as plan, for what it finds on one rank.
         """
-        return self._choice.sharding(batch, sharding)
+        return self._selection.sharding(batch, sharding)
 
     def prepare(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> None:
         """Does ahead what plan will ask of the host, if it does not lie on a GPU, for another thread. Not collective.
@@ -238,15 +240,15 @@ class CPAttention:
             build.check_key_batch(key_batch, batch, self.comm.size)
         plan = Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
                     self._engine, key_batch, as_like(like), as_bool("finite_padding", finite_padding))
-        return build.with_core(plan, self._choice.inner)
+        return build.with_core(plan, self._selection.inner)
 
     def _memory(self, plan: Plan) -> Memory:
         layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, self._groups(plan),
                       self._keeps(plan))
-        return self._choice.memory(plan, layer)
+        return self._selection.memory(plan, layer)
 
     def forward(
-        self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False, keys: Keys | None = None,
+        self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False, keys: GatheredKV | None = None,
         sinks: Any = None,
     ) -> tuple[Any, Saved]:
         """Attention of this rank's rows over the keys of all ranks. Collective.
@@ -274,15 +276,15 @@ class CPAttention:
             check_plan(plan, self._plans)
             return_max_logit = as_bool("return_max_logit", return_max_logit)
             q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
-            gathered = self._gathered(keys, k, v, plan)
+            self._check_gathered(keys, k, v, plan)
             k, v = self._checked_keys(*((k, v) if keys is None else (keys.k, keys.v)), plan)
             sinks = as_sinks(self._engine, sinks, self.num_heads, self.dtype, self.sinks)
-        call = self._call(plan) if sinks is None else self._call(plan)._replace(sinks=sinks)
-        out, lse, max_logit, kept = self._choice.method(plan).forward(
-            self._engine, self._choice.ranks, plan, q, k, v, call, return_max_logit, **gathered)
+        out, lse, max_logit, kept = self._selection.method(plan).forward(
+            self._selection.ranks, ForwardInputs(q, k, v, plan, sinks), self._method_options(plan), return_max_logit,
+            keys)
         return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept, sinks, plan.generation)
 
-    def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
+    def gather(self, k: Any, v: Any, plan: Plan) -> GatheredKV:
         """Start to gather the keys and values of all ranks, for a forward or backward to come. Collective.
 
         It lets the exchange overlap other work, such as making q, or the layer behind this one:
@@ -299,24 +301,24 @@ class CPAttention:
             k, v, plan: as for forward.
 
         Returns:
-            Keys for one call. Two of a plan may be on their way at a time.
+            GatheredKV and values for one call. Two of a plan may be on their way at a time.
 
         Raises:
             TypeError, ValueError: as forward; also a ValueError if two are on their way.
         """
         with self.comm.checked("attention gather", self._description, plan):
             check_plan(plan, self._plans)
-            self._choice.check_gathers("gather was called", plan)
+            self._selection.check_gathers("gather was called", plan)
             checked = self._checked_keys(k, v, plan)
-        keys = all_gather.gather(self._engine, self._choice.ranks, plan, *checked, self._groups(plan), given=(k, v))
+        keys = all_gather.gather(self._selection.ranks, plan, *checked, self._groups(plan), given=(k, v))
         keys.generation = plan.generation
         return keys
 
     def can_gather(self, plan: Plan) -> bool:
         """Whether gather may be called with this plan: whether keys and values alone travel, and all of them."""
-        return self._choice.can_gather(plan)
+        return self._selection.can_gather(plan)
 
-    def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, ...]:
+    def backward(self, dout: Any, saved: Saved, keys: GatheredKV | None = None) -> tuple[Any, ...]:
         """Gradients of forward for this rank's rows. Collective.
 
         Args:
@@ -336,7 +338,7 @@ class CPAttention:
         return dq, *dk_dv()
 
     def start_backward(
-        self, dout: Any, saved: Saved, keys: Keys | None = None
+        self, dout: Any, saved: Saved, keys: GatheredKV | None = None
     ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
         """backward, with dq at once, and dk and dv on their way, for what needs dq alone meanwhile. Collective.
 
@@ -352,7 +354,7 @@ class CPAttention:
         return self._backward(dout, saved, keys, at_once=False)
 
     def _backward(
-        self, dout: Any, saved: Saved, keys: Keys | None, at_once: bool
+        self, dout: Any, saved: Saved, keys: GatheredKV | None, at_once: bool
     ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
         with self.comm.checked("attention backward", lambda of: self._description(of.plan), saved):
             check_kind("saved", saved, Saved, "pass the one that forward returned")
@@ -362,10 +364,11 @@ class CPAttention:
             check_plan(plan, self._plans)
             dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
             check_saved(saved, type(dout))
-            gathered = self._gathered(None if saved.keys is not None else keys, saved.k, saved.v, plan)
-        tensors = Tensors(saved.q, saved.k, saved.v, saved.out, saved.lse, saved.keys)
-        dq, dk_dv = self._choice.method(plan).backward(
-            self._engine, self._choice.ranks, plan, dout, tensors, self._call(plan), at_once, **gathered)
+            keys = None if saved.keys is not None else keys
+            self._check_gathered(keys, saved.k, saved.v, plan)
+        inputs = BackwardInputs(dout, saved.q, saved.k, saved.v, saved.out, saved.lse, plan)
+        dq, dk_dv = self._selection.method(plan).backward(
+            self._selection.ranks, inputs, self._method_options(plan), saved.keys, at_once, keys)
         if not self.sinks:
             return dq, dk_dv
         dsinks = self._engine.sinks_grad(dout, saved.out, saved.lse, saved.sinks)
@@ -407,7 +410,7 @@ class CPAttention:
         v = self._checked("v", v, (rows, self.num_kv_heads, self.v_head_dim))
         sinks = as_sinks(self._engine, sinks, self.num_heads, self.dtype, self.sinks)
         key_ranges = self._engine.cache_append(k, v, cache)
-        out, _ = self._engine.attn_decode(q, key_ranges, cache, self.softmax_scale, self.softcap, sinks)
+        out, _ = self._engine.attn_decode(q, key_ranges, cache, self._attention, sinks)
         return out
 
     def flops(self, plan: Plan | PackedBatch) -> Flops:
@@ -428,27 +431,25 @@ class CPAttention:
         return attention_flops(pairs, self.num_heads, (self.head_dim, self.v_head_dim))
 
     def _groups(self, plan: Plan) -> tuple[int, ...]:
-        return self._choice.head_groups(plan, self.num_kv_heads, self.dtype, self.head_groups)
+        return self._selection.head_groups(plan, self.num_kv_heads, self.dtype, self.head_groups)
 
     def _keeps(self, plan: Plan) -> bool:
         return keeps_keys(plan, self.num_heads, self.num_kv_heads, self.keep_keys)
 
-    def _gathered(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> dict[str, Any]:
-        """Keys for a call, if there are some, as an argument of the method."""
-        if keys is None:
-            return {}
-        self._choice.check_gathers("keys were passed", plan)
-        check_keys(self._engine, keys, k, v, plan)
-        return {"keys": keys}
+    def _check_gathered(self, keys: GatheredKV | None, k: Any, v: Any, plan: Plan) -> None:
+        """Raise for keys, if there are some, that were not gathered for a call with these k, v and plan."""
+        if keys is not None:
+            self._selection.check_gathers("keys were passed", plan)
+            check_keys(self._engine, keys, k, v, plan)
 
-    def _call(self, plan: Plan) -> Call:
-        """What is asked of the method for this plan, but for sinks."""
-        call = self._calls.get(plan)
-        if call is None:
-            outer = None if plan.core is None else self._choice.between(plan)
-            how = self.softmax_scale, self.deterministic, self._groups(plan), self._keeps(plan), outer
-            self._calls[plan] = call = Call(*how, self.softcap)
-        return call
+    def _method_options(self, plan: Plan) -> MethodOptions:
+        """Return the method's options for this plan, which are made once."""
+        options = self._options.get(plan)
+        if options is None:
+            outer = None if plan.core is None else self._selection.between(plan)
+            options = MethodOptions(self._attention, self._groups(plan), self._keeps(plan), outer)
+            self._options[plan] = options
+        return options
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
         return as_rows(self._engine, name, x, shape, self.dtype)

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from thdattn.arguments import check_kind, shown
+from thdattn.engines import Engine
 from thdattn.plan.plan import Plan
 
 
 def as_array(
-    engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], shape_remedy: str, dtype_remedy: str
+    engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], shape_remedy: str, dtype_remedy: str
 ) -> Any:
     """Return the engine's array of what a user passed: C-contiguous, and of this shape and dtype.
 
@@ -30,7 +31,7 @@ def as_array(
     return x
 
 
-def as_rows(engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+def as_rows(engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Return the engine's array of rows of an attention; see as_array."""
     return as_array(
         engine, name, x, shape, dtype,
@@ -39,7 +40,7 @@ def as_rows(engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dt
     )  # fmt: skip
 
 
-def as_sinks(engine: Any, sinks: Any, num_heads: int, dtype: np.dtype[Any], wanted: bool) -> Any:
+def as_sinks(engine: Engine, sinks: Any, num_heads: int, dtype: np.dtype[Any], wanted: bool) -> Any:
     """The engine's array of the sinks that a user passed, or None for an attention without.
 
     Args:

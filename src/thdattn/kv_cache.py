@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from thdattn.arguments import as_count, check_kind
+from thdattn.engines import Engine
 from thdattn.plan.buffers import Kept
 from thdattn.plan.mask import most_in_sight
 from thdattn.plan.plan import Plan
@@ -42,7 +43,7 @@ class KVCache:
     k: Any
     v: Any
     lengths: Any
-    _engine: Any
+    _engine: Engine
     _kept: Kept = field(default_factory=Kept)
 
     def __repr__(self) -> str:
@@ -106,9 +107,9 @@ class KVCache:
         """Most keys that a query sees."""
         return most_in_sight(self.window, self.capacity)
 
-    def once(self, key: Any, make: Callable[[], T]) -> T:
+    def memoize(self, key: Any, make: Callable[[], T]) -> T:
         """What `make` returned when it was first called for this key: what a cache's calls have in common; see Kept."""
-        return self._kept.once(key, make, self._engine.capture)
+        return self._kept.memoize(key, make, self._engine.capture)
 
     def _checked(self, name: str, x: Any, like: Any, plan: Plan) -> Any:
         x, shape = self._engine.from_user(name, x), (plan.local_key_rows, *like.shape[2:])
@@ -121,7 +122,7 @@ class KVCache:
 
 
 def make_cache(
-    engine: Any, cp_size: int, num_texts: int, capacity: int, num_kv_heads: int, widths: tuple[int, int],
+    engine: Engine, cp_size: int, num_texts: int, capacity: int, num_kv_heads: int, widths: tuple[int, int],
     dtype: np.dtype[Any], window: tuple[int, int],
 ) -> KVCache:
     """An empty cache, see CPAttention.cache; widths of k and of v."""

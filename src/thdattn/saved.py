@@ -1,4 +1,4 @@
-"""What calls of an attention hand on to later ones, Saved and Keys, and whether it is theirs."""
+"""State that a forward saves for its backward, and checks of saved state and gathered keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from thdattn.arguments import found, is_array, shown
-from thdattn.methods.all_gather import Keys
+from thdattn.engines import Engine
+from thdattn.methods.all_gather import GatheredKV
 from thdattn.methods.base import lse_dtype
 from thdattn.plan.plan import Plan
 
@@ -50,13 +51,12 @@ class Saved:
 
 
 def check_saved(saved: Saved, kind: Any) -> None:
-    """Raise a ValueError for arrays that are not as forward of the attention that saved.made_with names saved them.
+    """Raise a ValueError for arrays that forward did not save, and for a plan that was refreshed since.
 
-    And for a plan that was refreshed for other lengths since. Compares attributes alone: this is on the hot path, and a
-    kernel would read out of bounds.
+    It compares attributes alone, as this is on the hot path. A kernel would read out of bounds.
 
     Args:
-        kind: of array, a type.
+        kind: type of the arrays.
     """
     if saved.generation is not None:
         saved.generation.check("saved")
@@ -78,12 +78,12 @@ def check_saved(saved: Saved, kind: Any) -> None:
             )
 
 
-def check_keys(engine: Any, keys: Keys, k: Any, v: Any, plan: Plan) -> None:
-    """Raises for keys that were not gathered for a call with these k, v and plan: a TypeError for what is no Keys.
+def check_keys(engine: Engine, keys: GatheredKV, k: Any, v: Any, plan: Plan) -> None:
+    """Raise for keys that were not gathered for a call with these k, v and plan, and for other objects.
 
-    k and v are a user's: where gather copied them, as they were not contiguous, it is known of what.
+    k and v are a user's arrays; `keys` also knows those that gather has copied, as they were not contiguous.
     """
-    if not isinstance(keys, Keys):
+    if not isinstance(keys, GatheredKV):
         raise TypeError(f"keys is {found(keys)}; wanted what gather returned; pass that, or leave it out")
     if keys.used:
         raise ValueError("keys were used by a forward or backward before, wanted those of this call; call gather "
@@ -98,10 +98,10 @@ def check_keys(engine: Any, keys: Keys, k: Any, v: Any, plan: Plan) -> None:
 
 
 def _kind(x: Any) -> str:
-    """Dtype and shape of an array, without its contents."""
+    """Describe an array by dtype and shape, without its contents."""
     return f"{x.dtype} {tuple(x.shape)}" if is_array(x) else shown(x)
 
 
 def _place(x: Any) -> tuple[Any, ...]:
-    """Where an array lies, and how."""
+    """Return the address, shape and strides of an array."""
     return x.data.ptr if not isinstance(x, np.ndarray) else x.__array_interface__["data"][0], x.shape, x.strides

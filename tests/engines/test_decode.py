@@ -63,7 +63,7 @@ def test_what_a_captured_call_first_makes_is_of_its_graph_alone():
     cache = replace(small().cache(1, 4), _engine=SimpleNamespace(capture=lambda: captures[0]))
     made = []
     while captures:
-        made.append(cache.once("counters", lambda: next(numbers)))
+        made.append(cache.memoize("counters", lambda: next(numbers)))
         captures.pop(0)
     assert made == [0, 0, 1, 2, 2, 2, 2], "what was made outside of captures serves all"
 

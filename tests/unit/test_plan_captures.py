@@ -191,7 +191,7 @@ def test_what_a_graph_makes_of_lengths_on_the_host_is_not_taken_for_made_elsewhe
             plan.make(lambda: fake_cupy.launch(lambda: zeros.fill(0)))
             return zeros
 
-        read, zeros = fake_cupy.array([-1], np.int32), plan.once(key, make)
+        read, zeros = fake_cupy.array([-1], np.int32), plan.memoize(key, make)
         fake_cupy.launch(lambda: np.copyto(read, zeros))
         made.setdefault(key, []).append(zeros)
         return read

@@ -12,6 +12,7 @@ from thdattn.attention import CPAttention
 from thdattn.comm import Comm, SingleComm
 from thdattn.costs.model import H200, Rates, Shape, attention_flops
 from thdattn.costs.tile_counts import pairs_and_tiles
+from thdattn.engines import Engine
 from thdattn.engines.select import choose_engine
 from thdattn.packing import PackedBatch
 
@@ -38,7 +39,7 @@ def measured(comm: Comm, lengths: Sequence[int], shape: Shape) -> Rates:
 
 
 def _kernels(
-    comm: Comm, engine: Any, lengths: Sequence[int], shape: Shape, latency: float
+    comm: Comm, engine: Engine, lengths: Sequence[int], shape: Shape, latency: float
 ) -> tuple[float, float]:
     """Floating-point operations per second, in whole tiles, of forward and backward."""
     attention = CPAttention(SingleComm(), shape.num_heads, shape.head_dim, shape.num_kv_heads, causal=shape.causal,
@@ -59,7 +60,7 @@ def _kernels(
     return forward, backward
 
 
-def _link(comm: Comm, engine: Any) -> tuple[float, float]:
+def _link(comm: Comm, engine: Engine) -> tuple[float, float]:
     """Seconds of a small exchange, and bytes per second that a rank gets in a large one, of all others at once."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     seconds = []
@@ -76,7 +77,7 @@ def _link(comm: Comm, engine: Any) -> tuple[float, float]:
     return latency, rows * SMALL * len(others) / max(large - latency, 1e-9)
 
 
-def _seconds(engine: Any, call: Callable[[], object]) -> float:
+def _seconds(engine: Engine, call: Callable[[], object]) -> float:
     """Of one call of several, one after another, when they are warm."""
     call()
     if engine.name != "cuda":
@@ -96,14 +97,14 @@ def _seconds(engine: Any, call: Callable[[], object]) -> float:
     return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3 / CALLS
 
 
-def _slowest(comm: Comm, engine: Any, seconds: float) -> float:
+def _slowest(comm: Comm, engine: Engine, seconds: float) -> float:
     """The most of what ranks have measured."""
     most = _on_device(engine, np.array([seconds], np.float32))
     comm.all_reduce(most, "max")
     return float(most[0])
 
 
-def _on_device(engine: Any, x: Any) -> Any:
+def _on_device(engine: Engine, x: Any) -> Any:
     """A host array where the engine computes."""
     if engine.name != "cuda":
         return x

@@ -17,7 +17,7 @@ from thdattn.balance import Ints
 from thdattn.comm import SingleComm
 from thdattn.costs.tile_counts import TILE, own_tiles, pairs_and_tiles, tiles_of_slices
 from thdattn.methods import all_gather, group_cast, p2p
-from thdattn.methods.base import lse_dtype
+from thdattn.methods.base import Method, lse_dtype
 from thdattn.packing import PackedBatch
 from thdattn.plan.plan import Plan
 
@@ -270,9 +270,9 @@ class _Layer:
         return self.plan.core or self.plan
 
     @property
-    def method(self) -> Any:
-        """That of rows."""
-        return self.attention._choice.between(self.plan)
+    def method(self) -> Method:
+        """The method for rows."""
+        return self.attention._selection.between(self.plan)
 
     @property
     def heads(self) -> int:
@@ -370,7 +370,7 @@ class _Clock:
         _, tiles = pairs_and_tiles(core.sharding, core.window)
         work = np.array([self.compute(int(number), share) for number in tiles])
         before, after = (self._travel(x / share, self._neighbours) for x in rows)
-        hides = self._is_near and rows.received() >= group_cast.WORTH_HIDING
+        hides = self._is_near and rows.received() >= group_cast.WORTH_OVERLAPPING
         own = hides * work * own_tiles(core.sharding, core.window)[self.direction] / np.maximum(1, tiles)
         travel, rest = (after, before) if self.direction else (before, after)
         return float((work - own + np.maximum(own, travel)).max()) + rest + self._put_in_order(rows, share)

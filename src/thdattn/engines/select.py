@@ -1,11 +1,11 @@
-"""Which engine computes, and what it takes. Nothing here imports one before it has been chosen."""
+"""Select the engine, and check what it takes. No engine is imported before it has been selected."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes  # noqa: F401 - makes "bfloat16" a dtype to NumPy
 import numpy as np
@@ -13,15 +13,21 @@ from numpy.typing import DTypeLike
 
 from thdattn.arguments import as_choice, shown
 from thdattn.comm import Comm
+from thdattn.engines import Engine
 from thdattn.install import expects_gpu
+
+if TYPE_CHECKING:
+    from thdattn.engines import cuda, reference
+
+    _checked: tuple[Engine, ...] = (cuda, reference)
 
 logger = logging.getLogger("thdattn")
 
 ENGINES = {"cuda": "thdattn.engines.cuda", "reference": "thdattn.engines.reference"}
 
 
-def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
-    """The engine module for a comm, and why it was chosen.
+def choose_engine(engine: str, comm: Comm) -> tuple[Engine, str]:
+    """Return the engine for a comm, and why it was chosen.
 
     Args:
         engine: "auto", "cuda" or "reference".
@@ -46,7 +52,7 @@ def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
         engine, why = ("reference", obstacle) if obstacle else ("cuda", "a GPU is usable")
         if obstacle and "cuda" in comm.devices and expects_gpu():
             _warn_once(obstacle)
-    module = importlib.import_module(ENGINES[engine])
+    module: Engine = importlib.import_module(ENGINES[engine])
     if module.device not in comm.devices:
         raise ValueError(
             f"engine {engine!r} computes on {module.device} arrays, but a comm of backend {comm.name!r} moves "
@@ -61,7 +67,7 @@ def _warn_once(obstacle: str) -> None:
 
 
 def _no_gpu() -> str | None:
-    """Why the CUDA engine cannot run here, or None. Missing drivers raise more than ImportError."""
+    """Return why the CUDA engine cannot run here, or None. Missing drivers raise more than ImportError."""
     try:
         import cupy
 
@@ -74,8 +80,8 @@ def _no_gpu() -> str | None:
     return None if capability >= 80 else f"the GPU has compute capability {capability / 10}, wanted 8.0 or later"
 
 
-def as_engine_dtype(engine: Any, dtype: DTypeLike) -> np.dtype[Any]:
-    """A dtype that the engine computes in; TypeError for any other."""
+def as_engine_dtype(engine: Engine, dtype: DTypeLike) -> np.dtype[Any]:
+    """Return a dtype that the engine computes in; raise a TypeError for any other."""
     try:
         known = np.dtype(dtype) if isinstance(dtype, (str, np.dtype, type)) else None
     except (TypeError, SyntaxError):
@@ -88,8 +94,8 @@ def as_engine_dtype(engine: Any, dtype: DTypeLike) -> np.dtype[Any]:
     return known
 
 
-def check_head_dims(engine: Any, head_dim: int, v_head_dim: int) -> None:
-    """Raises a ValueError where the engine has no kernel for these."""
+def check_head_dims(engine: Engine, head_dim: int, v_head_dim: int) -> None:
+    """Raise a ValueError where the engine has no kernel for these head dims."""
     known = engine.head_dims
     if known is not None and (head_dim, v_head_dim) not in known:
         wanted = ", ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in known)

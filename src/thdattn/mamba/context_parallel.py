@@ -68,7 +68,7 @@ def forward(
         scan(slice(len(states)))
     else:
         summaries, wait = _gather(comm, plan, "states", summary)
-        ahead, waiting, others = plan.once("turns forward", lambda: _turns(engine, plan))
+        ahead, waiting, others = plan.memoize("turns forward", lambda: _turns(engine, plan))
         scan(ahead)
         wait()
         engine.mixer_enter(states, decays, engine.mixer_start(summaries, plan, shape), waiting)
@@ -131,7 +131,7 @@ def backward(
         scan(slice(len(states)))
     else:
         summaries, wait = _gather(comm, plan, "gradients of states", summary)
-        ahead, waiting, others = plan.once("turns backward", lambda: _turns(engine, plan, reverse=True))
+        ahead, waiting, others = plan.memoize("turns backward", lambda: _turns(engine, plan, reverse=True))
         scan(ahead)
         wait()
         start = engine.mixer_start(summaries, plan, shape, reverse=True)

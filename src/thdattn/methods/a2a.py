@@ -1,11 +1,11 @@
-"""All-to-all over heads: every rank computes some of the heads, of the rows of all ranks of its group.
+"""All-to-all over heads: every rank computes some of the heads, for the rows of all ranks of its group.
 
-q, k and v are exchanged, so that a rank has all rows of few heads where it had few rows of all heads; attention
-follows, and out and lse are exchanged back. Every mask and pack is balanced, and all sizes are constants.
+Ranks exchange q, k and v, so that a rank has all rows of few heads where it had few rows of all heads. Attention
+follows, and ranks exchange out and lse back. Every mask and pack is balanced, and all sizes are constants.
 
-The group may be the inner of two levels: between groups, rows of the heads that a rank has are another method's, whose
-plan is plan.core. Groups of heads are exchanged one after another, each while another is computed; what nothing hides,
-all of one group among it, is asked for at once, which some comms bring in another way.
+The group may be the inner of two levels. Between groups another method exchanges the rows of a rank's heads, by the
+plan plan.core. Groups of heads are exchanged one after another, each while another is computed. An exchange that
+overlaps nothing, such as that of a single group, is asked for at once, which some comms perform in another way.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509; two levels: LoongTrain, arXiv:2406.18485.
 """
@@ -24,7 +24,8 @@ from numpy.typing import DTypeLike
 
 from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
-from thdattn.methods.base import Call, Results, Tensors, joined, lse_dtype
+from thdattn.engines import Array, BackwardInputs, ForwardInputs
+from thdattn.methods.base import Method, MethodOptions, Results, joined, lse_dtype
 from thdattn.plan.memory import Layer, Memory, num_bytes
 
 if TYPE_CHECKING:
@@ -35,14 +36,17 @@ Wait = Callable[[], None]
 
 
 class Ranks(NamedTuple):
-    """inner: among which heads are exchanged; outer: those among which the rows of this rank's heads are."""
+    """Ranks of both levels.
+
+    inner: ranks that exchange heads; outer: ranks that have the rows of this rank's heads.
+    """
 
     inner: Comm
     outer: Comm
 
 
 def obstacle(num_heads: int, num_kv_heads: int, size: int) -> str:
-    """Why heads cannot be spread over so many ranks, with the numbers of ranks that can; "" if they can."""
+    """Return why heads cannot be spread over so many ranks, and over how many they can; "" if there is no reason."""
     able = [n for n in range(1, num_heads + 1)
             if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)]
     if size in able:
@@ -52,56 +56,78 @@ def obstacle(num_heads: int, num_kv_heads: int, size: int) -> str:
             f"another cp_comm_type")
 
 
+class _Heads(NamedTuple):
+    """Arrays of one group of heads with all rows; `kept` is what the method between groups has kept."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    kept: Any
+
+
 def forward(
-    engine: Any, comm: Ranks, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
+    comm: Ranks, inputs: ForwardInputs, options: MethodOptions, max_logit: bool, keys: None = None
 ) -> Results:
-    """Attention of this rank's query rows; see base.py. It keeps what was exchanged, of each group of heads."""
-    swap = _Swap(engine, comm.inner, plan, len(call.groups))
+    """Compute attention of this rank's query rows; see Method. It may keep each group's heads with all rows."""
+    q, k, v, plan, sinks = inputs
+    method, engine = options.outer, plan.engine
+    assert method is not None and plan.core is not None
+    swap = _Swap(comm.inner, plan, len(options.head_groups))
     out = engine.empty((len(q), q.shape[1], v.shape[2]), q.dtype)
     lse = engine.empty((q.shape[1], len(q)), lse_dtype(q.dtype))
-    kept, logits, asked = [], [], _between_groups(call, comm.outer)
+    kept, logits, between = [], [], _between_groups(options, comm.outer)
     with ExitStack() as waits:
-        for group, heads in swap.to_heads((q, k, v)):
-            if call.sinks is not None:
-                asked = asked._replace(sinks=call.sinks[swap.deal(q.shape[1]).of(comm.inner.rank, group)])
-            made = call.outer.forward(engine, comm.outer, plan.core, *heads, asked, return_max_logit)
+        for group, (q_heads, k_heads, v_heads) in swap.to_heads((q, k, v)):
+            its_sinks = None if sinks is None else sinks[swap.deal(q.shape[1]).of(comm.inner.rank, group)]
+            made = method.forward(
+                comm.outer, ForwardInputs(q_heads, k_heads, v_heads, plan.core, its_sinks), between, max_logit)
             waits.callback(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
-            if call.keeps_keys:
-                kept.append(Tensors._make((*heads, made.out, made.lse, made.kept)))
+            if options.keep_keys:
+                kept.append(_Heads(q_heads, k_heads, v_heads, made.out, made.lse, made.kept))
             logits.append(made.max_logit)
-            del heads, made  # the group after the next one comes now
-    max_logit = engine.empty((q.shape[1],), np.float32) if return_max_logit else None
-    if return_max_logit:
-        comm.inner.all_gather(joined(logits), max_logit)
-    return Results(out, lse, max_logit, tuple(kept) if call.keeps_keys else None)
+            del q_heads, k_heads, v_heads, made  # the group after the next one comes now
+    largest = engine.empty((q.shape[1],), np.float32) if max_logit else None
+    if max_logit:
+        comm.inner.all_gather(joined(logits), largest)
+    return Results(out, lse, largest, tuple(kept) if options.keep_keys else None)
 
 
 def backward(
-    engine: Any, comm: Ranks, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
-) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
-    """Gradients of `forward` for this rank's rows of q, k, v; see base.py. dk and dv are there with dq."""
-    q, k, v, out, lse, kept = saved
-    swap = _Swap(engine, comm.inner, plan, len(kept or call.groups))
-    dq, dk, dv = (engine.empty(x.shape, x.dtype) for x in (q, k, v))
-    asked = _between_groups(call, comm.outer)
+    comm: Ranks, inputs: BackwardInputs, options: MethodOptions, kept: tuple[_Heads, ...] | None, at_once: bool,
+    keys: None = None,
+) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
+    """Compute the gradients of `forward`; see Method. dk and dv are complete with dq."""
+    dout, q, k, v, out, lse, plan = inputs
+    method = options.outer
+    assert method is not None and plan.core is not None
+    swap = _Swap(comm.inner, plan, len(kept or options.head_groups))
+    dq, dk, dv = (plan.engine.empty(x.shape, x.dtype) for x in (q, k, v))
+    between = _between_groups(options, comm.outer)
     if swap.deal(k.shape[1]).sharers > 1:
-        asked = asked._replace(grad_dtype=np.promote_types(k.dtype, np.float32))
+        between = between._replace(grad_dtype=np.promote_types(k.dtype, np.float32))
     exchanged = swap.to_heads((dout,)) if kept else swap.to_heads((dout, q, k, v, out), lse)
     with ExitStack() as waits:
         for group, (dout_heads, *others) in exchanged:
-            tensors = kept[group] if kept else Tensors._make((*others, None))
-            dq_heads, sums = call.outer.backward(engine, comm.outer, plan.core, dout_heads, tensors, asked, True)
+            heads = kept[group] if kept else _Heads._make((*others, None))
+            tensors = BackwardInputs(dout_heads, heads.q, heads.k, heads.v, heads.out, heads.lse, plan.core)
+            dq_heads, sums = method.backward(comm.outer, tensors, between, heads.kept, True)
             waits.callback(swap.to_rows(group, (dq_heads, *sums()), (dq, dk, dv)))
-            del dout_heads, others, tensors, dq_heads, sums
+            del dout_heads, others, heads, tensors, dq_heads, sums
     return dq, lambda: (dk, dv)
 
 
-def memory(engine: Any, comm: Ranks, plan: Plan, layer: Layer, outer: Any) -> Memory:
-    """Bytes of all that forward and backward make, for a layer with this plan, which needs no arrays."""
-    assert plan.core is not None
+def memory(comm: Ranks, plan: Plan, layer: Layer, outer: Method | None = None) -> Memory:
+    """Return the bytes of all buffers; see Method.
+
+    Args:
+        outer: the method between groups of ranks.
+    """
+    assert plan.core is not None and outer is not None
     size, groups, rows, alone = comm.inner.size, len(layer.groups), plan.local_rows, comm.outer.size == 1
     here, there = (_deal(n, size, groups if n >= size else 1) for n in (layer.num_heads, layer.num_kv_heads))
-    inside = outer.memory(engine, comm.outer, plan.core, layer._replace(
+    inside = outer.memory(comm.outer, plan.core, layer._replace(
         num_heads=here.share, num_kv_heads=there.share, groups=(there.share,),
         keeps_keys=layer.keeps_keys and not alone))
 
@@ -125,12 +151,12 @@ def memory(engine: Any, comm: Ranks, plan: Plan, layer: Layer, outer: Any) -> Me
     if heads:
         forward["heads of all rows"] = heads
     if plan.sharding.outer is None:
-        forward["plan"] += engine.plan_bytes(plan) + 4 * (plan.batch.total_rows + 1)
+        forward["plan"] += plan.engine.plan_bytes(plan) + 4 * (plan.batch.total_rows + 1)
         forward["heads in another order"] = max(most, ahead * qkv * layer.keeps_keys)
     elif alone and plan.core.key_rows < size * rows:
         backward["gradients behind which zeros are put"] = sums
     if there.sharers > 1:
-        backward["shares of dk and dv of ranks"] = sum(of(rows, size, lse_type))
+        backward["partial sums of dk and dv of ranks"] = sum(of(rows, size, lse_type))
     saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
     if layer.keeps_keys:
         saved["kept heads"] = groups * (qkv + results)
@@ -138,16 +164,16 @@ def memory(engine: Any, comm: Ranks, plan: Plan, layer: Layer, outer: Any) -> Me
     return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
 
 
-def _between_groups(call: Call, outer: Comm) -> Call:
-    """What is asked of the method between groups of ranks, for one group of heads. One group alone gathers no keys."""
-    return call._replace(groups=(), outer=None, keeps_keys=call.keeps_keys and outer.size > 1)
+def _between_groups(options: MethodOptions, outer: Comm) -> MethodOptions:
+    """Return the options of the method between groups of ranks, for one group of heads."""
+    return options._replace(head_groups=(), outer=None, keep_keys=options.keep_keys and outer.size > 1)
 
 
 @dataclass(frozen=True, eq=False)
 class _Deal:
-    """How heads are spread over `size` ranks, and those of a rank over `groups`; see _deal.
+    """Assignment of heads to `size` ranks, and of a rank's heads to `groups`; see _deal.
 
-    If ranks are more than heads, some share one.
+    If there are more ranks than heads, several ranks have the same head.
     """
 
     num_heads: int
@@ -156,16 +182,16 @@ class _Deal:
 
     @functools.cached_property
     def sharers(self) -> int:
-        """Ranks that have the same heads."""
+        """Number of ranks that have the same heads."""
         return max(1, self.size // self.num_heads)
 
     @functools.cached_property
     def share(self) -> int:
-        """Heads that a rank has in a group."""
+        """Number of heads that a rank has in a group."""
         return max(1, self.num_heads // self.size) // self.groups
 
     def of(self, rank: int, group: int) -> slice:
-        """Which heads these are."""
+        """Return the heads of a rank in a group."""
         first = (rank // self.sharers * self.groups + group) * self.share
         return slice(first, first + self.share)
 
@@ -174,7 +200,7 @@ _deal = functools.lru_cache(maxsize=256)(_Deal)  # one for the same numbers, as 
 
 
 class _Pair(NamedTuple):
-    """An array of some rows of all heads, and one of all rows of some heads. axis: which one counts the heads."""
+    """An array of some rows of all heads, and one of all rows of some heads; `axis` is that of heads."""
 
     some_rows: Any
     some_heads: Any
@@ -183,18 +209,18 @@ class _Pair(NamedTuple):
 
 
 class _Swap:
-    """Exchanges of a layer, group by group: from some rows of all heads to all rows of some, and back."""
+    """Exchanges of a layer, group by group: from some rows of all heads to all rows of some heads, and back."""
 
-    def __init__(self, engine: Any, comm: Comm, plan: Plan, num_groups: int) -> None:
-        self._engine, self._comm, self._plan, self._num_groups = engine, comm, plan, num_groups
+    def __init__(self, comm: Comm, plan: Plan, num_groups: int) -> None:
+        self._engine, self._comm, self._plan, self._num_groups = plan.engine, comm, plan, num_groups
 
     def deal(self, num_heads: int) -> _Deal:
-        """How so many heads are spread."""
+        """Return the assignment of so many heads."""
         size = self._comm.size
         return _deal(num_heads, size, self._num_groups if num_heads >= size else 1)
 
     def to_heads(self, xs: Sequence[Any], lse: Any = None) -> Iterator[tuple[int, list[Any]]]:
-        """The number of every group and what is exchanged of xs and lse, while the next one is on its way."""
+        """Yield each group's number and heads of xs and lse, and receive the next group while the caller computes."""
         coming = self._to_heads(0, xs, lse)
         for group in range(self._num_groups):
             pairs, wait = coming
@@ -218,14 +244,14 @@ class _Swap:
     def to_rows(
         self, group: int, heads: Sequence[Any], rows: Sequence[Any], lse: tuple[Any, Any] | None = None
     ) -> Wait:
-        """Starts to bring arrays of all rows, in sequence order, back to their places in those of some rows.
+        """Start to send arrays of all rows, in sequence order, back to their places in arrays of some rows.
 
         Args:
             heads: of all rows and this group's heads; rows: of this rank's rows and all heads.
             lse: the same of the log-sum-exp.
 
         Returns:
-            What waits for them. Gradients of heads that several ranks have are then added up, in the order of ranks.
+            A function that waits for them, and adds gradients of heads that several ranks have, in rank order.
         """
         pairs, shared = [], []
         for x, y in zip(rows, heads, strict=True):
@@ -243,26 +269,26 @@ class _Swap:
 
         def finish() -> None:
             wait()
-            for x, shares in shared:
-                _add_shares(x, shares)
+            for x, partials in shared:
+                _add_partials(x, partials)
 
         return finish
 
     def _exchange(self, pairs: Sequence[_Pair], group: int, back: bool, at_once: bool) -> Wait:
-        """Starts to bring some rows to some heads, or back."""
+        """Start the exchange from some rows to some heads, or back."""
         rows, heads, *_ = zip(*pairs, strict=True)
         swap = _swap_of(tuple([(deal, axis, x.shape, x.itemsize) for _, x, deal, axis in pairs]), group, back)
         return self._comm.all_to_all(swap, *((heads, rows) if back else (rows, heads)), at_once)
 
     def _in_sequence_order(self, pairs: list[_Pair]) -> list[_Pair]:
-        """With all rows as attention takes them, which slices of shares are already."""
+        """Return pairs with all rows in sequence order; slices of two levels already are."""
         if self._plan.sharding.outer is not None:
             return pairs
-        inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._engine, self._plan))
+        inverse = self._plan.memoize("inverse of rank_order", lambda: _inverse(self._plan))
         return self._moved(pairs, inverse)
 
     def _in_rank_order(self, pairs: list[_Pair]) -> list[_Pair]:
-        """With all rows as ranks have them."""
+        """Return pairs with all rows in rank order."""
         if self._plan.sharding.outer is not None:
             return pairs
         return self._moved(pairs, self._plan.rank_order)
@@ -276,7 +302,7 @@ class _Swap:
         return [pair._replace(some_heads=x) for pair, x in zip(pairs, moved, strict=True)]
 
     def _padded(self, y: Any, num_rows: int) -> Any:
-        """An array with rows of zeros behind its own, where all ranks have more rows than there are keys."""
+        """Append rows of zeros to an array, where all ranks together have more rows than there are keys."""
         if len(y) == num_rows or self._plan.sharding.outer is None:
             return y
         whole = self._engine.empty((num_rows, *y.shape[1:]), y.dtype)
@@ -286,7 +312,7 @@ class _Swap:
 
 @functools.lru_cache(maxsize=256)
 def _swap_of(pairs: tuple[tuple[_Deal, int, tuple[int, ...], int], ...], group: int, back: bool) -> AllToAllSpec:
-    """What ranks give each other of arrays of some rows to get those of some heads, or back.
+    """Return the slices that ranks exchange to turn arrays of some rows into arrays of some heads, or back.
 
     Args:
         pairs: deal and axis of each _Pair, and shape and itemsize of its some_heads.
@@ -305,10 +331,10 @@ def _swap_of(pairs: tuple[tuple[_Deal, int, tuple[int, ...], int], ...], group: 
     return AllToAllSpec(tuple(outs), tuple(ins), sizes)
 
 
-def _inverse(engine: Any, plan: Plan) -> Any:
-    """Which row in rank order every row in sequence order is, each of which a rank owns; follows the plan."""
+def _inverse(plan: Plan) -> Array:
+    """Return the number in rank order of every row in sequence order; it follows the plan."""
     order = plan.rank_order
-    inverse = engine.empty((plan.batch.total_rows + 1,), order.dtype)
+    inverse = plan.engine.empty((plan.batch.total_rows + 1,), order.dtype)
     places = np.arange(len(order), dtype=order.dtype, like=order)
 
     def make() -> None:
@@ -319,15 +345,15 @@ def _inverse(engine: Any, plan: Plan) -> Any:
 
 
 def _lse_moved(lse: Any, order: Any) -> Any:
-    """Put column order[t] of lse at t, which is too narrow for the kernel that moves rows; -1: -inf."""
+    """Put column order[t] of lse at t, -inf for -1; the kernel that moves rows takes no such narrow ones."""
     return np.where(order < 0, lse.dtype.type(-np.inf), np.take(lse, order, 1))
 
 
-def _add_shares(x: Any, shares: Any) -> None:
-    """What all ranks have computed of each head, added up in the order of ranks and rounded once."""
-    sharers = shares.shape[1] // x.shape[1]
+def _add_partials(x: Array, partials: Array) -> None:
+    """Add the partial sums of all ranks that have the same head, in rank order, and round once."""
+    sharers = partials.shape[1] // x.shape[1]
     for head in range(x.shape[1]):
-        total = shares[:, head * sharers].copy()
+        total = partials[:, head * sharers].copy()
         for sharer in range(1, sharers):
-            total += shares[:, head * sharers + sharer]
+            total += partials[:, head * sharers + sharer]
         x[:, head] = total

@@ -1,74 +1,85 @@
-"""What an attention asks of a method, and what it gets.
+"""Contract of the context-parallel methods: what an attention asks of them, and what they return.
 
-Every method is a module with the same two functions:
-
-    forward(engine, comm, plan, q, k, v, call, return_max_logit) -> Results
-    backward(engine, comm, plan, dout, saved, call, at_once) -> (dq, what waits for dk and dv and returns them)
-
-engine is engines.reference or engines.cuda; q, k, v, dout are this rank's rows as CPAttention takes them, and results
-this rank's rows as it returns them. A third, memory(engine, comm, plan, layer), says how many bytes both take.
+A method is a module with the functions of the protocol `Method`. Engines compute; methods exchange rows between ranks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from thdattn.engines import Array, AttentionOptions, BackwardInputs, ForwardInputs
 
-class Call(NamedTuple):
-    """What is the same for all calls of an attention with plans of a size.
+if TYPE_CHECKING:
+    from thdattn.plan.memory import Layer, Memory
+    from thdattn.plan.plan import Plan
 
-    softmax_scale, deterministic: as CPAttention has them.
-    groups: how many kv heads travel and are computed at a time, one group after another; none: all.
-    keeps_keys: whether forward keeps what has travelled, so that it need not travel again.
-    outer: the method between the groups of ranks among which heads are exchanged.
-    softcap: as CPAttention has it.
-    sinks: of a forward, (num_heads,) for its query heads; None: none. lse has them, and so a backward needs none.
-    grad_dtype: of dk and dv, on one rank; None: that of k and v.
+
+class MethodOptions(NamedTuple):
+    """Options of a method that are the same for all calls of an attention with one plan.
+
+    attention: options of the kernels, for all heads at once.
+    head_groups: kv heads that are exchanged and computed at a time, one group after another; empty: all.
+    keep_keys: forward keeps what it has received, so that the backward need not receive it again.
+    outer: the method between groups of ranks, where heads are exchanged inside of these.
+    grad_dtype: dtype of dk and dv, on one rank; None: that of k and v.
     """
 
-    softmax_scale: float
-    deterministic: bool
-    groups: tuple[int, ...] = ()
-    keeps_keys: bool = False
-    outer: Any = None
-    softcap: float = 0.0
-    sinks: Any = None
-    grad_dtype: Any = None
+    attention: AttentionOptions
+    head_groups: tuple[int, ...] = ()
+    keep_keys: bool = False
+    outer: Method | None = None
+    grad_dtype: np.dtype[Any] | None = None
 
 
 class Results(NamedTuple):
-    """Of a forward: out, lse and max_logit (None if not asked for) as CPAttention.forward has them.
+    """Results of a forward.
 
+    out, lse, max_logit: as CPAttention.forward has them; max_logit is None if not wanted.
     kept: what the method keeps for the backward beside q, k, v, out and lse; None: nothing.
     """
 
-    out: Any
-    lse: Any
-    max_logit: Any
+    out: Array
+    lse: Array
+    max_logit: Array | None
     kept: Any
 
 
-class Tensors(NamedTuple):
-    """What a backward gets of its forward."""
+class Method(Protocol):
+    """Functions of a method. Arrays are this rank's rows, as CPAttention takes and returns them.
 
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse: Any
-    kept: Any
+    comm: the ranks, for a2a those of both levels.
+    keys: from all_gather.gather, if that was called before; None for methods that cannot gather ahead.
+    """
+
+    def forward(
+        self, comm: Any, inputs: ForwardInputs, options: MethodOptions, max_logit: bool, keys: Any = None
+    ) -> Results: ...
+
+    def backward(
+        self, comm: Any, inputs: BackwardInputs, options: MethodOptions, kept: Any, at_once: bool, keys: Any = None
+    ) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
+        """Compute dq, and return it with a function that waits for dk and dv and returns them.
+
+        kept: what the forward has kept.
+        at_once: that function is called next, so that the last exchange overlaps no computation.
+        """
+        ...
+
+    def memory(self, comm: Any, plan: Plan, layer: Layer) -> Memory:
+        """Return the bytes of all buffers of forward and backward for a layer; the plan needs no arrays."""
+        ...
 
 
 @functools.cache
 def lse_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Of the log-sum-exp of inputs of a dtype."""
+    """Return the dtype of the log-sum-exp of inputs of a dtype."""
     return np.promote_types(dtype, np.float32)
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """One array of those of all groups."""
+def joined(parts: Sequence[Array]) -> Array:
+    """Return one array of the parts of all groups."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)  # of CuPy arrays this is cupy.concatenate

@@ -1,25 +1,29 @@
-"""Keys and values that a rank's queries see travel to it, and no others: for rows that are spread as the lengths are.
+"""Context parallelism that sends each rank the keys and values that its queries see, and no others.
 
-Most documents are whole on one rank then. Each rank sends the rows that the others need, in one exchange, and lays what
-it gets among its own; what it makes of their gradients goes back the same way, and the owner adds it up in float32.
-Gradients of rows that nobody else needs are rounded at once.
+It serves the sharding "balanced", where most documents are whole on one rank. Each rank sends the rows that others need
+in one exchange, and puts what it receives among its own. Partial gradients of received rows go back the same way, and
+the owner adds them in float32. Gradients of rows that nobody else needs are rounded at once.
 
-Where much travels, it is hidden: tiles of queries that see no row of another rank come first and are done meanwhile; in
-the backward, tiles of keys that have such rows come first, so that their gradients travel while the others are done.
+Large exchanges overlap computation. The forward starts with tiles of queries that see no row of another rank. The
+backward starts with tiles of keys that have such rows, so that their gradients are sent while it computes the others.
+
+The method stays apart from all_gather, as an exchange splits the tiles of all heads here, and the heads there.
 
 Source: MagiAttention, arXiv:2505.13211, group collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
-from thdattn.methods.base import Call, Results, Tensors, lse_dtype
+from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
+from thdattn.methods.base import MethodOptions, Results, lse_dtype
 from thdattn.plan.memory import Layer, Memory, num_bytes
 
 if TYPE_CHECKING:
@@ -29,72 +33,74 @@ if TYPE_CHECKING:
     from thdattn.plan.plan import Plan
 
 Wait = Callable[[], None]
-Pair = tuple[Any, Any]  # of keys and values, or of their gradients
+KeysValues = tuple[Array, Array]
 
-WORTH_HIDING = 4 * 2**20  # bytes of a rank's messages; fewer are there sooner than one more launch has paid for its end
+WORTH_OVERLAPPING = 4 * 2**20  # bytes of a rank's messages; fewer arrive sooner than the tail of one more launch costs
 
 
 def forward(
-    engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
+    comm: Comm, inputs: ForwardInputs, options: MethodOptions, max_logit: bool, keys: None = None
 ) -> Results:
-    """Attention of this rank's query rows over the keys that they see; see base.py."""
+    """Compute attention of this rank's query rows over the keys that they see; see Method."""
+    q, k, v, plan, sinks = inputs
     assert plan.routes is not None
-    hidden = is_worth_hiding(comm, plan.routes.num_received, (k, v), k.dtype)
-    keys, arrive = _on_their_way(engine, comm, plan, k, v, call.keeps_keys, hidden)
+    overlaps = is_worth_overlapping(comm, plan.routes.num_received, (k, v), k.dtype)
+    needed, arrive = _send(comm, plan, k, v, options.keep_keys, overlaps)
     # Where nothing comes there is nothing to wait for, unless what goes needs this rank's help on its way. What one
-    # kernel brings, where it is little for all ranks, is there when that ends.
-    at_once = not hidden and (plan.routes.num_received > 0 or not comm.overlaps)
+    # kernel brings, where it is little for all ranks, is complete when that ends.
+    at_once = not overlaps and (plan.routes.num_received > 0 or not comm.overlaps)
     if at_once:
         arrive()
-    out, lse, max_logit = engine.attn_fwd(
-        q, *keys, plan, call.softmax_scale, return_max_logit, halfway=arrive if hidden else None,
-        softcap=call.softcap, sinks=call.sinks)
-    if not (at_once or hidden):
+    out, lse, logits = plan.engine.attn_fwd(
+        ForwardInputs(q, *needed, plan, sinks), options.attention, ForwardOutputs(max_logit=max_logit),
+        arrive if overlaps else None)
+    if not (at_once or overlaps):
         arrive()
-    if return_max_logit:
-        comm.all_reduce(max_logit, "max")
-    return Results(out, lse, max_logit, keys if call.keeps_keys else None)
+    if max_logit:
+        comm.all_reduce(logits, "max")
+    return Results(out, lse, logits, needed if options.keep_keys else None)
 
 
 def backward(
-    engine: Any, comm: Comm, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
-) -> tuple[Any, Callable[[], Pair]]:
-    """Gradients of `forward` for this rank's rows of q, k, v; see base.py. dk and dv are on their way with dq."""
-    q, k, v, out, lse, kept = saved
-    keys = kept or _on_their_way(engine, comm, plan, k, v, keep=False, hidden=False)[1]()
+    comm: Comm, inputs: BackwardInputs, options: MethodOptions, kept: KeysValues | None, at_once: bool,
+    keys: None = None,
+) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
+    """Compute the gradients of `forward`; see Method. dk and dv are under way with dq."""
+    dout, q, k, v, out, lse, plan = inputs
+    engine, routes = plan.engine, plan.routes
+    assert routes is not None
+    needed = kept or _send(comm, plan, k, v, keep=False, overlaps=False)[1]()
     alone = plan.is_apart
-    sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
-    assert plan.routes is not None
-    # Whose gradients this rank gives, or gets; but where no rank gets much, a kernel brings all, beside nothing.
-    most = min(max(plan.routes.num_received, plan.routes.num_sent), int(plan.routes.table.sum(axis=1).max()))
-    hidden, coming = is_worth_hiding(comm, most, (k, v), sum_dtype), []
+    sum_dtype = options.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
+    # Rows whose gradients this rank sends or receives; where no rank has many, one kernel brings all, without overlap.
+    most = min(max(routes.num_received, routes.num_sent), int(routes.table.sum(axis=1).max()))
+    overlaps, coming = is_worth_overlapping(comm, most, (k, v), sum_dtype), []
     grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (k, v)]
 
-    def send(*shares: Any) -> None:
-        back, wait = _sent_back(engine, comm, plan, shares)
+    def send_back(dk: Array, dv: Array) -> None:
+        back, wait = _send_back(comm, plan, (dk, dv))
 
-        def made() -> Pair:
+        def complete() -> KeysValues:
             wait()
             if alone:
-                return shares[0], shares[1]
-            engine.add_shares(shares, back, plan, grads)  # of rows that other ranks had
+                return dk, dv
+            engine.add_partials((dk, dv), back, plan, grads)  # of rows that other ranks had
             return grads[0], grads[1]
 
-        coming.append(made)
+        coming.append(complete)
 
     # The engine's own stay until the next call, which may be another layer's before these are asked for.
-    lasting = None if at_once else [engine.empty(x.shape, sum_dtype) for x in keys]
-    dq, *shares = engine.attn_bwd(
-        dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic,
-        (engine.empty(q.shape, q.dtype), lasting), halfway=send if hidden else None, rounded=grads,
-        softcap=call.softcap)
-    if not hidden:
-        send(*shares)
+    lasting = None if at_once else [engine.empty(x.shape, sum_dtype) for x in needed]
+    outputs = BackwardOutputs(sum_dtype, engine.empty(q.shape, q.dtype), lasting, own_rows=grads)
+    dq, dk, dv = engine.attn_bwd(
+        BackwardInputs(dout, q, *needed, out, lse, plan), options.attention, outputs, send_back if overlaps else None)
+    if not overlaps:
+        send_back(dk, dv)
     return dq, coming[0]
 
 
-def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
-    """Bytes of all that forward and backward make, for a layer with this plan, which needs no arrays."""
+def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
+    """Return the bytes of all buffers; see Method."""
     assert plan.routes is not None
     routes, heads, sum_dtype = plan.routes, layer.num_kv_heads, lse_dtype(layer.dtype)
 
@@ -110,44 +116,44 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     row_bytes = sum(rows_of(1, heads, layer.dtype)), sum(rows_of(1, heads, sum_dtype))
     windows = [comm.exchange_bytes(table * size, 0) for table, size in zip((routes.table, routes.table.T), row_bytes,
                                                                             strict=True)]  # fmt: skip
-    forward = {"plan": engine.plan_bytes(plan), "rows on their way": messages * row_bytes[0]}
+    forward = {"plan": plan.engine.plan_bytes(plan), "rows under way": messages * row_bytes[0]}
     forward |= {name: max(each.get(name, 0) for each in windows) for name in windows[1]}  # one for both, as it grows
     if not layer.keeps_keys:
         forward["needed keys"] = there
     layer = layer._replace(groups=(heads,))
-    forward |= engine.forward_bytes(plan, layer)
-    backward = {"shares on their way": messages * row_bytes[1]}
-    backward |= engine.backward_bytes(plan, layer, layer.dtype if alone else sum_dtype, "made")
+    forward |= plan.engine.forward_bytes(plan, layer)
+    backward = {"partial sums under way": messages * row_bytes[1]}
+    backward |= plan.engine.backward_bytes(plan, layer, layer.dtype if alone else sum_dtype, "made")
     if alone:
-        backward.pop("shares of dk and dv", None)  # which are dk and dv
+        backward.pop("partial sums of dk and dv", None)  # which are dk and dv
     saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
     if layer.keeps_keys:
         saved["kept keys"] = there
     return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
 
 
-def is_worth_hiding(comm: Comm, num_rows: int, like: Sequence[Any], dtype: Any) -> bool:
-    """Whether so many rows travel beside kernels, to this rank or from it; other ranks may choose otherwise."""
-    return comm.overlaps and num_rows * _row_bytes(like, dtype) >= WORTH_HIDING
+def is_worth_overlapping(comm: Comm, num_rows: int, like: Pair, dtype: DTypeLike) -> bool:
+    """Return whether an exchange of so many rows overlaps kernels on this rank; other ranks may choose otherwise."""
+    return comm.overlaps and num_rows * _row_bytes(like, dtype) >= WORTH_OVERLAPPING
 
 
-def _on_their_way(
-    engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool, hidden: bool
-) -> tuple[Pair, Callable[[], Pair]]:
-    """This rank's key buffers, and what waits for their rows of other ranks and returns them too.
+def _send(
+    comm: Comm, plan: Plan, k: Array, v: Array, keep: bool, overlaps: bool
+) -> tuple[KeysValues, Callable[[], KeysValues]]:
+    """Start the exchange of keys; return this rank's key buffers, and what waits for received rows and returns both.
 
-    They are k and v themselves, new ones if they are kept, or those of the plan. Rows that are `hidden`, because others
-    are computed meanwhile, are zeros until then: products meet all rows of a tile, and 0 * NaN would spread.
+    The buffers are k and v themselves, new ones if they are kept, or those of the plan. Rows that arrive while kernels
+    run are zeros until then: products meet all rows of a tile, and 0 * NaN would spread.
     """
     assert plan.routes is not None
-    routes = plan.routes
+    engine, routes = plan.engine, plan.routes
     sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
                     for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
     if routes.num_sent:
         engine.pack_rows((k, v), plan.arrays.sends, sends)
     wait = _exchange(comm, plan, sends, recvs, k.dtype)
     if plan.needs_own_rows:
-        def sent() -> Pair:
+        def sent() -> KeysValues:
             wait()
             return k, v
 
@@ -156,11 +162,11 @@ def _on_their_way(
         plan, "needed", plan.key_rows, (k, v), k.dtype)
     into = keys, values
     theirs, mine = _places(plan)
-    engine.place_rows((k, v), mine, plan, into)  # meanwhile
-    if hidden:
-        engine.place_rows(_zeros(engine, plan, recvs), theirs, plan, into)
+    engine.place_rows((k, v), mine, plan, into)  # while rows arrive
+    if overlaps:
+        engine.place_rows(_zeros(plan, recvs), theirs, plan, into)
 
-    def placed() -> Pair:
+    def placed() -> KeysValues:
         wait()
         engine.place_rows(recvs, theirs, plan, into)
         return into
@@ -168,66 +174,68 @@ def _on_their_way(
     return into, placed
 
 
-def _places(plan: Plan) -> tuple[Any, Any]:
-    """The rows of the key buffer that come from other ranks, and those of this one."""
-    return plan.once("places", lambda: (plan.rank_order[: plan.first_own], plan.rank_order[plan.first_own :]))
+def _places(plan: Plan) -> tuple[Array, Array]:
+    """Return the rows of the key buffer that come from other ranks, and those of this one."""
+    return plan.memoize("places", lambda: (plan.rank_order[: plan.first_own], plan.rank_order[plan.first_own :]))
 
 
-def _zeros(engine: Any, plan: Plan, like: Sequence[Any]) -> list[Any]:
-    """Arrays of the same shapes and dtypes, of whose rows memory has one each."""
+def _zeros(plan: Plan, like: Pair) -> list[Array]:
+    """Return zeros of the same shapes and dtypes, whose rows are all the same row in memory."""
 
-    def made() -> list[Any]:
-        rows = [engine.empty(x.shape[1:], x.dtype) for x in like]
+    def made() -> list[Array]:
+        rows = [plan.engine.empty(x.shape[1:], x.dtype) for x in like]
         for row in rows:
             row[...] = 0
         return [np.broadcast_to(row, x.shape) for row, x in zip(rows, like, strict=True)]
 
-    return plan.once(("zeros", *((x.shape[1:], x.dtype) for x in like)), made)
+    return plan.memoize(("zeros", *((x.shape[1:], x.dtype) for x in like)), made)
 
 
-def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tuple[list[Any], Wait]:
-    """What other ranks made of dk and dv of this one's rows, and what waits for it."""
+def _send_back(comm: Comm, plan: Plan, partials: Pair) -> tuple[list[Array], Wait]:
+    """Start to send back partial sums; return those of other ranks for this rank's rows, and what waits for them."""
     assert plan.routes is not None
-    routes = plan.routes
-    sum_dtype = lse_dtype(shares[0].dtype)  # also where this rank has nothing to add up
-    sends = _buffers(plan, "shares sent", routes.num_received, shares, sum_dtype)
-    recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in shares]
+    engine, routes = plan.engine, plan.routes
+    sum_dtype = lse_dtype(partials[0].dtype)  # also where this rank has nothing to add
+    sends = _buffers(plan, "partial sums sent", routes.num_received, partials, sum_dtype)
+    recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in partials]
     if routes.num_received:
-        engine.pack_rows(shares, _places(plan)[0], sends)
+        engine.pack_rows(partials, _places(plan)[0], sends)
     wait = _exchange(comm, plan, sends, recvs, sum_dtype, back=True)
     return recvs, wait
 
 
-def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: Any) -> list[Any]:
-    """Work buffers of rows of keys and of values."""
+def _buffers(plan: Plan, name: str, num_rows: int, like: Pair, dtype: DTypeLike) -> list[Array]:
+    """Return work buffers for rows of keys and of values."""
     return [plan.buffer(f"{kind} {name}", (num_rows, *x.shape[1:]), dtype) for kind, x in zip("kv", like, strict=True)]
 
 
 def _exchange(
-    comm: Comm, plan: Plan, sends: Sequence[Any], recvs: Sequence[Any], dtype: np.dtype[Any], back: bool = False
+    comm: Comm, plan: Plan, sends: Pair, recvs: Pair, dtype: DTypeLike, back: bool = False
 ) -> Wait:
-    """Starts to send rows that lie rank after rank, and to receive others; `back`: from those that got them."""
+    """Start to send rows, which are in rank order, and to receive others.
+
+    Args:
+        back: rows return from the ranks that received them.
+    """
     routes, row_bytes = plan.routes, _row_bytes(sends, dtype)
     assert routes is not None
     if routes.is_empty:
         return no_wait
-    return comm.all_to_all(plan.once(("swap", row_bytes, back), lambda: _swap(routes, row_bytes, back)), sends, recvs)
+    return comm.all_to_all(plan.memoize(("swap", row_bytes, back), lambda: _swap(routes, row_bytes, back)), sends, recvs)
 
 
 def _swap(routes: Routes, row_bytes: int, back: bool) -> AllToAllSpec:
-    """What all ranks exchange, of two arrays of rows of so many bytes together."""
+    """Return what all ranks exchange, of two arrays whose rows have so many bytes together."""
     out, into = ((_cut(number),) * 2 for number in (routes.sent, routes.received))
-    if back:
-        return AllToAllSpec(into, out, routes.table.T * row_bytes)
-    return AllToAllSpec(out, into, routes.table * row_bytes)
+    return AllToAllSpec(into, out, routes.table.T * row_bytes) if back else AllToAllSpec(out, into, routes.table * row_bytes)
 
 
 def _cut(num_rows: Ints) -> SliceSpec:
-    """So many rows for each rank, one rank's behind another's."""
+    """Return slices of so many rows for each rank, in rank order."""
     ends = np.cumsum(num_rows)
     return SliceSpec(0, tuple((ends - num_rows).tolist()), tuple(ends.tolist()))
 
 
-def _row_bytes(like: Sequence[Any], dtype: Any) -> int:
-    """Of a row of keys and one of values."""
+def _row_bytes(like: Pair, dtype: DTypeLike) -> int:
+    """Return the bytes of a row of keys and one of values."""
     return sum(num_bytes(x.shape[1:], dtype) for x in like)

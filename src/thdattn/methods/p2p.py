@@ -1,22 +1,24 @@
-"""Ring context parallelism, forward and backward, written once for every engine and every comm: for memory's sake.
+"""Ring context parallelism, forward and backward, written once for every engine and every comm.
 
-No rank ever holds the keys of all ranks. Those of one rank, a slice, travel round the ring, a hop a step, and each
-rank computes its own query rows over the slice that it has while the next one is on its way. A slice is a key buffer
-like any other, of which a query row sees one range: the plan has one plan per slice. What the slices give is merged in
-float32 and rounded once.
+It saves memory: no rank ever holds the keys of all ranks. Ranks pass the keys of one rank, a slice, round the ring, a
+hop a step. Each rank computes its own query rows over one slice while it receives the next. A slice is a key buffer
+like any other, of which a query row sees one range: the plan has one plan per slice. Results of all slices are merged
+in float32 and rounded once.
 
 In the backward the final lse makes every slice exact by itself: dq adds up in float32, and the sums of dk and dv follow
-their slice one hop behind it. The own slice comes last, so that its sums come home meanwhile.
+their slice one hop behind it. A rank's own slice comes last, so that its sums arrive meanwhile.
 
-The bytes are those of an all-gather, in N - 1 hops; beside the own slice there are two of keys and values, and three of
-float32 dk and dv.
+The method stays apart from all_gather, as it accumulates out, lse and dq over slices.
+
+It exchanges the bytes of an all-gather, in N - 1 hops. Beside its own slice a rank holds two of keys and values, and
+three of float32 dk and dv.
 
 Source: Ring Attention, arXiv:2310.01889.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -24,76 +26,72 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from thdattn.comm import no_wait
-from thdattn.methods.base import Call, Results, Tensors, lse_dtype
+from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
+from thdattn.methods.base import MethodOptions, Results, lse_dtype
 from thdattn.plan.memory import Bytes, Layer, Memory, num_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
     from thdattn.plan.plan import Plan
 
-Pair = Sequence[Any]  # keys and values of a slice, or their gradients
 
 
 def forward(
-    engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
+    comm: Comm, inputs: ForwardInputs, options: MethodOptions, max_logit: bool, keys: None = None
 ) -> Results:
-    """Attention of this rank's query rows over the keys of all ranks; see base.py."""
-    rows, num_heads, _ = q.shape
-    dtype = lse_dtype(q.dtype)
+    """Compute attention of this rank's query rows over the keys of all ranks; see Method."""
+    q, k, v, plan, sinks = inputs
+    engine, (rows, num_heads, _), dtype = plan.engine, q.shape, lse_dtype(q.dtype)
     merged = plan.buffer("out in float32", (rows, num_heads, v.shape[2]), dtype)
     lse = engine.empty((num_heads, rows), dtype)
-    merged[...], lse[...] = 0, _lse_without_keys(plan, call)
-    max_logit = None
-    for part, keys in _slices(engine, comm, plan, k, v):
-        *_, logit = engine.attn_fwd(
-            q, *keys, part, call.softmax_scale, return_max_logit, (merged, lse), merge=True, softcap=call.softcap)
-        max_logit = logit if max_logit is None else np.maximum(max_logit, logit)
+    merged[...], lse[...] = 0, _lse_without_keys(plan, sinks)
+    outputs, largest = ForwardOutputs((merged, lse), accumulate=True, max_logit=max_logit), None
+    for part, (its_k, its_v) in _slices(comm, plan, k, v):
+        *_, logits = engine.attn_fwd(ForwardInputs(q, its_k, its_v, part), options.attention, outputs)
+        if logits is not None:
+            largest = logits if largest is None else np.maximum(largest, logits)
     out = engine.rounded(merged, q.dtype)
-    if not return_max_logit:
+    if largest is None:
         engine.nan_if_invalid(plan, out, lse)
         return Results(out, lse, None, None)
-    engine.nan_if_invalid(plan, out, lse, max_logit)
-    comm.all_reduce(max_logit, "max")
-    return Results(out, lse, max_logit, None)
+    engine.nan_if_invalid(plan, out, lse, largest)
+    comm.all_reduce(largest, "max")
+    return Results(out, lse, largest, None)
 
 
 def backward(
-    engine: Any, comm: Comm, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
-) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
-    """Gradients of `forward` for this rank's rows of q, k, v; see base.py. dk and dv are there with dq.
+    comm: Comm, inputs: BackwardInputs, options: MethodOptions, kept: None, at_once: bool, keys: None = None
+) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
+    """Compute the gradients of `forward`; see Method. dk and dv are complete with dq.
 
     The sums of a slice are made rank after rank, so that they are the same bits on every run.
     """
-    q, k, v, out, lse, _ = saved
-    dtype = lse_dtype(q.dtype)
+    dout, q, k, v, out, lse, plan = inputs
+    engine, dtype = plan.engine, lse_dtype(q.dtype)
     dq = plan.buffer("dq in float32", q.shape, dtype)
     dq[...] = 0
-    slices = _slices(engine, comm, plan, k, v)
+    slices = _slices(comm, plan, k, v)
     own = next(slices)
     sums: Pair = []
-    for step, (part, keys) in enumerate(chain(slices, [own])):
-        received = _buffers(plan, "sums", keys, dtype) if sums else []
+    for step, (part, (k, v)) in enumerate(chain(slices, [own])):
+        received = _buffers(plan, "sums", (k, v), dtype) if sums else []
         wait = _pass_on(comm, sums, received)
-        into = dq, _buffers(plan, f"shares {step % 2}", keys, dtype)
-        _, *shares = engine.attn_bwd(
-            dout, q, *keys, out, lse, part, call.softmax_scale, dtype, call.deterministic, into, merge=True,
-            softcap=call.softcap)
+        outputs = BackwardOutputs(dtype, dq, _buffers(plan, f"partial sums {step % 2}", (k, v), dtype), accumulate=True)
+        _, *partials = engine.attn_bwd(BackwardInputs(dout, q, k, v, out, lse, part), options.attention, outputs)
         wait()
         if received:
-            shares[0] += received[0]
-            shares[1] += received[1]
-        sums = shares
+            partials[0] += received[0]
+            partials[1] += received[1]
+        sums = partials
     dq, dk, dv = grads = [engine.rounded(x, q.dtype) for x in (dq, *sums)]
     engine.nan_if_invalid(plan, *grads)
     return dq, lambda: (dk, dv)
 
 
-def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
-    """Bytes of all that forward and backward have made, for a layer with this plan, which needs no arrays.
-
-    Without some integers per tile and slice.
-    """
-    part, dtype, hops = plan.slice_of(plan.cp_rank), lse_dtype(layer.dtype), comm.size - 1
+def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
+    """Return the bytes of all buffers, except for some integers per tile and slice; see Method."""
+    engine, part = plan.engine, plan.slice_of(plan.cp_rank)
+    dtype, hops = lse_dtype(layer.dtype), comm.size - 1
 
     def rows_of(heads: int, dtype: DTypeLike) -> list[int]:
         return [num_bytes((plan.local_rows, heads, width), dtype) for width in plan.head_dims]
@@ -116,19 +114,19 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
 
 
-def _lse_without_keys(plan: Plan, call: Call) -> Any:
-    """Of attention before its first slice, which counts a sink once: that of the sink in rows that see a key."""
-    if call.sinks is None:
+def _lse_without_keys(plan: Plan, sinks: Array | None) -> Any:
+    """Return lse before the first slice, which counts a sink once: the sink, in rows that see a key, or -inf."""
+    if sinks is None:
         return -np.inf
     begin, end = plan.key_ranges.T
-    return np.where(begin < end, call.sinks[:, None], call.sinks.dtype.type(-np.inf))
+    return np.where(begin < end, sinks[:, None], sinks.dtype.type(-np.inf))
 
 
-def _slices(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> Iterator[tuple[Plan, Pair]]:
-    """Slice after slice and its plan, the own first; while the caller works at one, the next is on its way."""
+def _slices(comm: Comm, plan: Plan, k: Array, v: Array) -> Iterator[tuple[Plan, Pair]]:
+    """Yield slice after slice with its plan, this rank's first, and receive the next while the caller computes."""
     keys: Pair = k, v
     if plan.has_masked_out_queries:
-        keys = engine.without_padding(keys, ("own k", "own v"), plan)
+        keys = plan.engine.without_padding(keys, ("own k", "own v"), plan)
     for step in range(comm.size):
         coming = _buffers(plan, f"slice {step % 2}", keys, k.dtype) if step + 1 < comm.size else []
         wait = _pass_on(comm, keys if coming else [], coming)
@@ -140,7 +138,7 @@ def _slices(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> Iterator[tup
 
 
 def _pass_on(comm: Comm, sends: Pair, recvs: Pair) -> Callable[[], None]:
-    """Starts to send to the next rank, and to receive from the one before; returns what waits for that."""
+    """Start to send to the next rank and to receive from the one before; return what waits for both."""
     if not sends:
         return no_wait
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -149,10 +147,10 @@ def _pass_on(comm: Comm, sends: Pair, recvs: Pair) -> Callable[[], None]:
 
 
 def _hop_sizes(cp_size: int, num_bytes: int) -> NDArray[np.int64]:
-    """(cp_size, cp_size) bytes that each rank sends to each other one in a hop: to the next one alone."""
+    """Return (cp_size, cp_size) bytes that each rank sends to each other in a hop: to the next one alone."""
     return num_bytes * np.roll(np.eye(cp_size, dtype=np.int64), 1, axis=1) * (cp_size > 1)
 
 
-def _buffers(plan: Plan, name: str, like: Pair, dtype: DTypeLike) -> list[Any]:
-    """Work buffers of a name for keys and for values."""
+def _buffers(plan: Plan, name: str, like: Pair, dtype: DTypeLike) -> list[Array]:
+    """Return work buffers of a name for keys and for values."""
     return [plan.buffer(f"{name} {which}", x.shape, dtype) for which, x in zip("kv", like, strict=True)]

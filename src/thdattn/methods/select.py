@@ -1,4 +1,4 @@
-"""Which method runs: by the cp_comm_type, the ranks and the plan, in how many groups of heads, and what it refuses."""
+"""Select the context-parallel method, and reject ranks, heads and shardings that it does not support."""
 
 from __future__ import annotations
 
@@ -12,32 +12,39 @@ from thdattn.arguments import as_choice
 from thdattn.comm import Comm, SingleComm
 from thdattn.comm.levels import Levels
 from thdattn.methods import a2a, all_gather, group_cast, local, p2p
+from thdattn.methods.base import Method
 from thdattn.packing import PackedBatch
 from thdattn.plan.memory import Layer, Memory
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding, as_sharding
 
-# From how many bytes of keys and values that a rank gets groups of heads hide more than they cost; and how many groups
-# heads are exchanged in.
+LOCAL: Method = local
+ALL_GATHER: Method = all_gather
+GROUP_CAST: Method = group_cast
+P2P: Method = p2p
+A2A: Method = a2a
+
+# Bytes of keys and values that a rank receives from which the overlap of groups of heads gains more than it costs; and
+# the number of groups in which heads are exchanged, by these bytes.
 WORTH_GROUPS = 2**26
 HEAD_GROUPS = {2: WORTH_GROUPS, 4: 2**28}
 
-# Of cp_comm_type: how rows are spread unless something else is asked for.
+# The default sharding of each cp_comm_type.
 SHARDINGS = {"all_gather": "dual_chunk", "p2p": "dual_chunk", "a2a": "contiguous", "a2a+all_gather": "dual_chunk",
              "a2a+p2p": "dual_chunk"}
 
-# Of those that move the rows of all ranks, whoever needs them: how rows may be spread.
+# Shardings of each cp_comm_type that exchanges the rows of all ranks, whoever needs them.
 _ALL_ROWS = {"a2a": "contiguous' or 'dual_chunk", "p2p": "dual_chunk' or 'contiguous",
              "a2a+p2p": "dual_chunk' or 'contiguous"}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """What travels, and between whom.
+class MethodSelection:
+    """Select the method of an attention for each of its plans.
 
     cp_comm_type: as CPAttention has it.
     comm: all ranks.
-    levels: those among which an all-to-all of heads divides them; None: it takes no part.
+    levels: ranks that exchange heads, and ranks that have the rows of this rank's heads; None: heads are not exchanged.
     """
 
     cp_comm_type: str
@@ -45,8 +52,8 @@ class Choice:
     levels: a2a.Ranks | None
 
     @classmethod
-    def of(cls, comm: Comm | tuple[Comm, Comm], cp_comm_type: str) -> Choice:
-        """From what CPAttention takes.
+    def of(cls, comm: Comm | tuple[Comm, Comm], cp_comm_type: str) -> MethodSelection:
+        """Select by the arguments of CPAttention.
 
         Raises:
             TypeError: comm is neither a comm nor two, or cp_comm_type no str.
@@ -66,57 +73,56 @@ class Choice:
 
     @property
     def inner(self) -> int:
-        """Number of ranks among which heads are exchanged: 1 where none are."""
+        """Number of ranks that exchange heads: 1 where none do."""
         return self.levels.inner.size if self.levels else 1
 
     @property
     def ranks(self) -> Any:
-        """Whom the method works with: those of both levels where heads are exchanged between some."""
+        """The ranks that the method takes: those of both levels where heads are exchanged."""
         if self.levels is None:
             return self.comm
         return self.levels if self.inner > 1 else self.levels.outer
 
-    def method(self, plan: Plan) -> Any:
-        """The module."""
-        return self.between(plan) if plan.core is None else a2a
+    def method(self, plan: Plan) -> Method:
+        """Return the method for a plan."""
+        return self.between(plan) if plan.core is None else A2A
 
-    def between(self, plan: Plan) -> Any:
-        """The method for rows: between all ranks, or the groups among which heads are exchanged."""
+    def between(self, plan: Plan) -> Method:
+        """Return the method for rows: between all ranks, or between the groups that exchange heads."""
         rows = plan.core or plan
         if rows.cp_size == 1 or (rows.routes is not None and rows.routes.is_empty and rows.needs_own_rows):
-            return local
+            return LOCAL
         if "p2p" in self.cp_comm_type:
-            return p2p
-        return all_gather if rows.routes is None else group_cast
+            return P2P
+        return ALL_GATHER if rows.routes is None else GROUP_CAST
 
     def memory(self, plan: Plan, layer: Layer) -> Memory:
-        """Bytes of all that the method makes, for a layer with this plan, which needs no arrays."""
+        """Return the bytes of the method's buffers, for a layer with this plan, which needs no arrays."""
         if plan.core is not None:
-            return a2a.memory(plan.engine, self.ranks, plan, layer, self.between(plan))
-        memory: Memory = self.between(plan).memory(plan.engine, self.ranks, plan, layer)
-        return memory
+            return a2a.memory(self.ranks, plan, layer, self.between(plan))
+        return self.between(plan).memory(self.ranks, plan, layer)
 
     def head_groups(
         self, plan: Plan, num_kv_heads: int, dtype: np.dtype[Any], asked: int | None
     ) -> tuple[int, ...]:
-        """How many kv heads each group has of those that are gathered, computed and summed one after another.
+        """Return the kv heads of each group; groups are gathered, computed and summed one after another.
 
         Args:
-            asked: number of equal groups, or, of those that heads are exchanged of, as many as go with that; None: by
-                the bytes that a rank gets, where that hides something.
+            asked: number of equal groups, for a2a at most as many as a rank has heads for; None: a number that follows
+                from the bytes that a rank receives, where groups overlap something.
         """
         method, carrier = self.method(plan), self.levels.inner if self.levels and self.inner > 1 else self.ranks
         foreign = (plan.cp_size - 1) * plan.local_key_rows * num_kv_heads * sum(plan.head_dims) * dtype.itemsize
-        if asked is None and method is all_gather and carrier.overlaps and foreign >= WORTH_GROUPS:
+        if asked is None and method == ALL_GATHER and carrier.overlaps and foreign >= WORTH_GROUPS:
             return _growing(num_kv_heads)
         if asked is None:
-            hides = carrier.overlaps and method is a2a
-            asked = max((n for n, size in HEAD_GROUPS.items() if hides and foreign >= size), default=1)
+            overlaps = carrier.overlaps and method == A2A
+            asked = max((n for n, size in HEAD_GROUPS.items() if overlaps and foreign >= size), default=1)
         number = math.gcd(max(1, num_kv_heads // self.inner), asked)
         return (num_kv_heads // number,) * number
 
     def sharding(self, batch: PackedBatch, sharding: str | Sharding | None) -> Sharding:
-        """How the rows of a batch are spread, and that the method can bring them together; see CPAttention.sharding."""
+        """Return the sharding of a batch, which the method must be able to gather; see CPAttention.sharding."""
         asked = SHARDINGS[self.cp_comm_type] if sharding is None else sharding
         # Rows that are no slices of a group's are brought into sequence order where heads are exchanged on one level.
         inner = 1 if self.cp_comm_type == "a2a" and asked != "contiguous" else self.inner
@@ -125,7 +131,7 @@ class Choice:
         return made
 
     def check_heads(self, num_heads: int, num_kv_heads: int, head_groups: int | None) -> None:
-        """Raises a ValueError for heads that do not go into each other, their groups, or the ranks."""
+        """Raise a ValueError for numbers of heads that do not divide each other, their groups, or the ranks."""
         if head_groups is not None and num_kv_heads % head_groups:
             raise ValueError(
                 f"head_groups is {head_groups}, not a divisor of num_kv_heads = {num_kv_heads}; wanted as many kv "
@@ -141,24 +147,24 @@ class Choice:
         if self.levels and self.levels.outer.size > 1 and num_kv_heads % self.inner:
             raise ValueError(
                 f"num_kv_heads is {num_kv_heads} and comm has {self.inner} ranks in its inner groups, wanted a "
-                f"divisor of the kv heads with two levels, as keys of heads that ranks share would travel twice; use "
+                f"divisor of the kv heads with two levels, as ranks would send keys of shared heads twice; use "
                 f"cp_comm_type 'a2a', or smaller inner groups"
             )
 
     def can_gather(self, plan: Plan) -> bool:
         """See CPAttention.can_gather."""
-        return plan.routes is None and self.method(plan) in (all_gather, local)
+        return plan.routes is None and self.method(plan) in (ALL_GATHER, LOCAL)
 
     def check_gathers(self, what: str, plan: Plan) -> None:
-        """Raises a ValueError where more than keys and values travels, or not all of them."""
+        """Raise a ValueError where ranks exchange more than keys and values, or not all of them."""
         if not self.can_gather(plan):
             raise ValueError(
                 f"{what} with cp_comm_type {self.cp_comm_type!r} and sharding {plan.sharding.strategy!r}, wanted "
-                f"'all_gather' without 'balanced', as nothing travels before q is there otherwise; leave it out"
+                f"'all_gather' without 'balanced', as other methods send nothing before they have q; leave it out"
             )
 
     def _check_sharding(self, sharding: Sharding) -> None:
-        """Raises where the method cannot bring these rows together."""
+        """Raise a ValueError where the method cannot gather these rows."""
         if sharding.inner not in (1, self.inner) or (sharding.inner == 1 < self.inner and "+" in self.cp_comm_type):
             raise ValueError(
                 f"sharding has inner {sharding.inner}, wanted {self.inner}, the ranks among which cp_comm_type "
@@ -168,22 +174,22 @@ class Choice:
         if sharding.strategy == "balanced" and self.cp_comm_type in _ALL_ROWS and self.comm.size > 1:
             raise ValueError(
                 f"sharding is 'balanced' and cp_comm_type {self.cp_comm_type!r}, wanted "
-                f"'{_ALL_ROWS[self.cp_comm_type]}' with that, as it moves the rows of all ranks whoever needs them; "
+                f"'{_ALL_ROWS[self.cp_comm_type]}' with that, as it sends the rows of all ranks, whoever needs them; "
                 f"use one of these, or cp_comm_type 'all_gather'"
             )
 
 
 def _growing(num_kv_heads: int) -> tuple[int, ...]:
-    """Keys of the first group hide behind nothing, so that it is small; those of each other one behind the one before.
+    """Return growing groups: the first group's gather overlaps no computation, so it is the smallest.
 
-    Few groups, as multiprocessors idle at the end of each.
+    There are few groups, as multiprocessors idle at the end of each.
     """
     first, last = max(1, num_kv_heads // 8), num_kv_heads // 2
     return tuple(size for size in (first, num_kv_heads - first - last, last) if size)
 
 
 def keeps_keys(plan: Plan, num_heads: int, num_kv_heads: int, asked: bool | None) -> bool:
-    """Whether forward keeps the keys of all ranks: by default if Saved grows by no more than it is anyway."""
+    """Return whether forward keeps the keys of all ranks: by default, if Saved grows by no more than its own size."""
     if plan.cp_size == 1:
         return False
     if plan.core is not None or plan.sharding.by_runs:
@@ -193,7 +199,7 @@ def keeps_keys(plan: Plan, num_heads: int, num_kv_heads: int, asked: bool | None
 
 
 def _check_levels(two_levels: bool, cp_comm_type: str) -> None:
-    """Raises where comm has two levels and cp_comm_type is of one, or the other way round."""
+    """Raise a ValueError where comm has two levels and cp_comm_type one, or the other way round."""
     if two_levels and "+" not in cp_comm_type:
         raise ValueError(
             f"comm has two levels and cp_comm_type is {cp_comm_type!r}, wanted one of two levels, such as "

@@ -23,7 +23,7 @@ class Kept:
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
 
-    def once(self, key: Any, make: Callable[[], T], capture: Callable[[], int | None]) -> T:
+    def memoize(self, key: Any, make: Callable[[], T], capture: Callable[[], int | None]) -> T:
         """What `make` returned when it was first called for this key, outside of captures or in the present one.
 
         Args:

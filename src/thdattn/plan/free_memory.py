@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from thdattn.comm import Comm
+from thdattn.engines import Engine
 from thdattn.plan.memory import Memory, in_units
 from thdattn.plan.plan import Plan
 
-# Those that somebody holds, for their buffers.
+# Plans that somebody holds.
 _plans: WeakKeyDictionary[Comm, WeakSet[Plan]] = WeakKeyDictionary()
 
 
 def note(comm: Comm, plan: Plan) -> None:
-    """Has the buffers of a plan count as free where the next plans of this comm look for room."""
+    """Count the buffers of a plan as free when the next plans of this comm are checked."""
     _plans.setdefault(comm, WeakSet()).add(plan)
 
 
-def shortage(engine: Any, comm: Comm, memory: Memory, forward_only: bool) -> str:
-    """Why a plan's work buffers and one layer cannot be there; "" if they can, or nobody knows.
+def shortage(engine: Engine, comm: Comm, memory: Memory, forward_only: bool) -> str:
+    """Return why a plan's work buffers and one layer do not fit in free memory; "" if they do, or nobody knows.
 
-    What only lingers counts as free: windows that are there, and the buffers of plans made before, as a loop still
-    holds the last one while it makes the next. Other arrays that it drops later are in use.
+    Memory that this plan takes over counts as free: windows that exist, and the buffers of plans made before, as a loop
+    still holds the last plan while it makes the next. Other arrays that it drops later are in use.
 
     Args:
-        engine: engines.reference or engines.cuda.
         memory: what the plan and the layer take.
         forward_only: the layer has no backward.
     """

@@ -14,8 +14,13 @@ from numpy.typing import DTypeLike
 Bytes = dict[str, int]  # by name of the buffer
 
 
-def heads_of(groups: Iterable[int], each: int) -> list[tuple[int, int]]:
-    """(query heads, kv heads) of groups of so many kv heads, those of equals once; each: query heads of a kv head."""
+def group_heads(groups: Iterable[int], each: int) -> list[tuple[int, int]]:
+    """Return (query heads, kv heads) of each size of group, ascending.
+
+    Args:
+        groups: kv heads of every group.
+        each: query heads of a kv head.
+    """
     return [(size * each, size) for size in sorted(set(groups))]
 
 
@@ -33,9 +38,9 @@ class Layer(NamedTuple):
     keeps_keys: bool
 
     @property
-    def shares(self) -> list[tuple[int, int]]:
-        """(query heads, kv heads) of groups, ascending, those of equals once: as many kinds of launches there are."""
-        return heads_of(self.groups, self.num_heads // self.num_kv_heads)
+    def group_heads(self) -> list[tuple[int, int]]:
+        """(query heads, kv heads) of each size of group, ascending: one for each kind of launch."""
+        return group_heads(self.groups, self.num_heads // self.num_kv_heads)
 
 
 @dataclass(frozen=True, repr=False)

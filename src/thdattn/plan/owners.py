@@ -1,4 +1,4 @@
-"""Whose the rows of a key buffer are, as shares of their gradients go to the ranks that own them; and their sizes."""
+"""Map each key row to its owner rank, for reducing dk and dv."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thdattn.plan.plan import Plan
 
 
 def places_of_keys(plan: Plan) -> tuple[Any, Any]:
-    """For keys of all ranks in sequence order; on the plan's device, made once, and anew whenever the plan is.
+    """Return the owners of the keys of all ranks in sequence order, made once, and anew whenever the plan is.
 
     Returns:
         (key_rows, 2) int32, the owner of every row of the key buffer, -1: nobody, and its row there; and
@@ -37,16 +37,16 @@ def places_of_keys(plan: Plan) -> tuple[Any, Any]:
         plan.make(follow)
         return places[:-1], rows
 
-    found: tuple[Any, Any] = plan.once("places of keys", make)
+    found: tuple[Any, Any] = plan.memoize("places of keys", make)
     return found
 
 
-def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
-    """Bytes of a rank's shares of dk and dv, where attn_bwd makes arrays for those of one group of heads after another.
+def partials_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
+    """Return the bytes of a rank's partial sums of dk and dv, of one group of heads at a time.
 
     On one rank they are the results. where: see reference.backward_bytes.
     """
     if plan.cp_size == 1 or where != "made":
         return {}
     shape = plan.key_rows, max(layer.groups), sum(plan.head_dims)
-    return {"shares of dk and dv": num_bytes(shape, sum_dtype)}
+    return {"partial sums of dk and dv": num_bytes(shape, sum_dtype)}

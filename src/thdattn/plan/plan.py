@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from thdattn.comm import Comm
+from thdattn.engines import Engine
 from thdattn.packing import PackedBatch
 from thdattn.plan import rank_rows
 from thdattn.plan.buffers import Buffers, Kept
@@ -101,7 +102,7 @@ class Plan:
     head_dims: tuple[int, int]
     tiles: tuple[int, int]
     arrays: PlanArrays
-    engine: Any
+    engine: Engine
     _key_batch: PackedBatch | None = None
     _like: PackedBatch | None = None
     _finite_padding: bool = False
@@ -186,7 +187,7 @@ class Plan:
     @property
     def slices(self) -> list[Plan]:
         """For every rank the plan whose key buffer has that rank's rows, for a ring; they share work buffers."""
-        return self.once("slices", lambda: [self.slice_of(rank) for rank in range(self.cp_size)])
+        return self.memoize("slices", lambda: [self.slice_of(rank) for rank in range(self.cp_size)])
 
     def slice_of(self, rank: int) -> Plan:
         """One of the slices; without arrays if this plan has none."""
@@ -308,9 +309,9 @@ class Plan:
         """
         return self.arrays.rank_order
 
-    def once(self, key: Any, make: Callable[[], T]) -> T:
+    def memoize(self, key: Any, make: Callable[[], T]) -> T:
         """What `make` returned when it was first called for this key: what a plan's calls have in common; see Kept."""
-        return self._kept.once(key, make, self._capture)
+        return self._kept.memoize(key, make, self._capture)
 
     def _capture(self) -> int | None:
         """The number of the capture that the current stream is in, but for that which makes the plan; None: in none."""

@@ -1,144 +1,155 @@
 """The attention backward: which kernels a call launches, and with what.
 
-Every kernel starts from thd_attn_delta. On Hopper, thd_attn_bwd_sm90 follows, or for head dims 192/128
-thd_attn_bwd_shared_dq_sm90, or beyond them thd_attn_bwd_by_gradient_sm90 and thd_attn_round_dq_sm90; deterministic, the
-former without dq and thd_attn_bwd_dq_sm90. Elsewhere thd_attn_bwd and thd_attn_round; deterministic, thd_attn_bwd
-without dq and thd_attn_bwd_dq.
+Every backward starts with thd_attn_delta. On Hopper, thd_attn_bwd_sm90 follows, or for head dims 192/128
+thd_attn_bwd_shared_dq_sm90, or beyond them thd_attn_bwd_by_gradient_sm90 and thd_attn_round_dq_sm90; deterministic, the latter
+without dq, and thd_attn_bwd_dq_sm90. Elsewhere thd_attn_bwd and thd_attn_round; deterministic, thd_attn_bwd without dq
+and thd_attn_bwd_dq.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
+from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs
 from thdattn.engines.cuda import launch, scheduler
 from thdattn.engines.cuda.backward_memory import (
-    Groups,
     dq_accum_shape,
     largest_accum,
-    most_heads,
+    num_partials_shape,
     padded_rows,
-    shares_shape,
     stats_shape,
 )
-from thdattn.engines.cuda.launch import Array, Gpu, Launch, layout
+from thdattn.engines.cuda.launch import Array, Heads, Launch, heads_of, this_gpu
 from thdattn.engines.cuda.plan import pairs_of, parts_of
 from thdattn.engines.cuda.rows import reorder
 from thdattn.engines.cuda.softcap import logits_of, lse_unit
 from thdattn.jit import compiler
 from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, OWNERS, PACK_FILTER, PARTIALS
 from thdattn.kernels.configs import DQ_ROWS, TILES, Tiles, lanes_of
-from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
+from thdattn.kernels.hopper_configs import BackwardSharedDqSm90, BackwardByGradientSm90
 from thdattn.kernels.instances import Instance
-from thdattn.plan.memory import heads_of
 from thdattn.plan.owners import places_of_keys
 from thdattn.plan.plan import Plan
 
-Halfway = Callable[[Array, Array], None]
-GradDtypes = tuple[str, np.dtype[Any]]  # of dq, to which is added where it is float32, and of dk and dv
-Homes = tuple[Any, Array]  # see reference.attn_bwd
-_NO_HOMES = bytes(PARTIALS.itemsize), 0
+OnFirstPart = Callable[[Array, Array], None]
+_NO_OWNERS = bytes(PARTIALS.itemsize), 0
 
 
 def attn_bwd(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
-    kv_grad_dtype: DTypeLike, deterministic: bool,
-    into: tuple[Array, Sequence[Array] | None] | None = None, merge: bool = False, halfway: Halfway | None = None,
-    rounded: Sequence[Array] | None = None, softcap: float = 0.0, homes: Homes | None = None,
-    groups: Sequence[int] = (),
+    inputs: BackwardInputs, options: AttentionOptions, outputs: BackwardOutputs,
+    on_first_part: OnFirstPart | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
+    """Compute the gradients of attn_fwd; see reference.attn_bwd.
 
-    Where dq comes from several tiles of keys, it is accumulated in float32, and rounded once. `deterministic`: on
-    Hopper up to head dims 192/128, thread blocks wait for each other to add from the last tile of keys to the first;
-    otherwise dq has a kernel of its own, for 1.4 times the matrix products. Where blocks wait in the order of tiles of
-    keys, all tiles are done before `halfway`. Groups share accumulators: the launches of one follow those of another.
+    Where dq comes from several tiles of keys, it is accumulated in float32 and rounded once. Deterministic, on Hopper
+    up to head dims 192/128, thread blocks wait for each other to add from the last tile of keys to the first.
+    Otherwise dq has a kernel of its own, for 1.4 times the matrix products. Where blocks wait for each other, all
+    tiles are complete before on_first_part. Groups of heads share accumulators: the launches of one group follow those
+    of another.
     """
-    dkv_dtype = np.dtype(kv_grad_dtype)
-    dq, shares = into or (launch.empty(q.shape, q.dtype), None)
+    _, q, k, v, _, _, plan = inputs
     if not (len(q) and len(k)):  # no tiles to launch a kernel for
-        if not merge:
-            dq[...] = 0
-        if homes is not None:
-            return dq, None, None
-        dk, dv = shares or [launch.empty(x.shape, dkv_dtype) for x in (k, v)]
-        dk[...], dv[...] = 0, 0
-        if halfway is not None:
-            halfway(dk, dv)
-        return dq, dk, dv
-    gpu, row = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
-    if not gpu.sm90 and not q.flags.c_contiguous:  # the portable kernels take whole rows
-        dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
-    launches = plan.once(
-        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None, homes is None,
-         halfway is None, softcap > 0, groups),
-        lambda: (_Hopper if gpu.sm90 else _Portable)(
-            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic,
-            "home" if homes is not None else "given" if shares is not None else "made", halfway is not None,
-            softcap > 0, heads_of(groups or k.shape[1:2], q.shape[1] // k.shape[1])))
+        return _zeros(inputs, outputs, on_first_part)
+    dq = launch.empty(q.shape, q.dtype) if outputs.dq is None else outputs.dq
+    if not this_gpu().sm90 and not q.flags.c_contiguous:  # the portable kernels take whole rows
+        dout, q, out = map(cupy.ascontiguousarray, (inputs.dout, q, inputs.out))
+        inputs = inputs._replace(dout=dout, q=q, out=out)
+    where = "own" if outputs.owners is not None else "made" if outputs.dk_dv is None else "given"
+    spec = _Spec(heads_of(q, k, v, options.head_groups), dq.dtype, outputs.kv_dtype, options.deterministic,
+                 where, on_first_part is not None, options.softcap > 0)
+    launches = plan.memoize(("backward", spec), lambda: (_Hopper if this_gpu().sm90 else _Portable)(plan, spec))
     whole = dq
     if launch.row_heads(dq) != launch.row_heads(q):
-        whole = cupy.ascontiguousarray(dq) if merge else launch.empty(q.shape, q.dtype)
-    if homes is None:
-        shares = shares or launches.new_shares(k, v)
-    call = _Call(dout, q, k, v, out, lse, whole, shares or (), rounded or (),
-                 _NO_HOMES if homes is None else (homes[0].tobytes(), homes[1].data.ptr), softmax_scale, softcap)
-    launches.delta.launch_as(call.key, lambda: (out, dout, lse, lse_unit(softmax_scale, softcap)))
-    launches(call, plan, halfway)
+        whole = cupy.ascontiguousarray(dq) if outputs.accumulate else launch.empty(q.shape, q.dtype)
+    dk_dv = outputs.dk_dv or (() if where == "own" else launches.new_dk_dv(k, v))
+    call = _Call(inputs, options, whole, dk_dv, outputs.own_rows, _NO_OWNERS if outputs.owners is None else (
+        outputs.owners[0].tobytes(), outputs.owners[1].data.ptr))
+    launches(call, on_first_part)
     if whole is not dq:
         dq[...] = whole
-    dk, dv = shares or (None, None)
+    dk, dv = dk_dv or (None, None)
     return dq, dk, dv
 
 
-@dataclass(eq=False)
-class _Call:
-    """What differs between calls of the same launches: arguments of attn_bwd.
+def _zeros(
+    inputs: BackwardInputs, outputs: BackwardOutputs, on_first_part: OnFirstPart | None
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of an attention without queries or without keys."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    dq = launch.empty(q.shape, q.dtype) if outputs.dq is None else outputs.dq
+    if not outputs.accumulate:
+        dq[...] = 0
+    if outputs.owners is not None:
+        return dq, None, None
+    dk, dv = outputs.dk_dv or [launch.empty(x.shape, outputs.kv_dtype) for x in (k, v)]
+    dk[...], dv[...] = 0, 0
+    if on_first_part is not None:
+        on_first_part(dk, dv)
+    return dq, dk, dv
 
-    shares: arrays for dk and dv; none: they go home. homes: the bytes of a PARTIALS, and the address of places.
+
+class _Spec(NamedTuple):
+    """Properties of a call that its launches depend on beside the plan, which keeps launches by them.
+
+    dq_dtype: float32 where dq is accumulated over calls.
+    where: see reference.backward_bytes.
+    in_parts: tiles of keys that have rows of other ranks come first, in launches of their own.
+    caps: logits are capped.
     """
 
-    dout: Array
-    q: Array
-    k: Array
-    v: Array
-    out: Array
-    lse: Array
-    dq: Array
-    shares: Sequence[Array]
-    rounded: Sequence[Array]
-    homes: tuple[bytes, int]
-    softmax_scale: float
-    softcap: float
+    heads: Heads
+    dq_dtype: np.dtype[Any]
+    kv_dtype: np.dtype[Any]
+    deterministic: bool
+    where: str
+    in_parts: bool
+    caps: bool
 
-    @functools.cached_property
-    def key(self) -> tuple[Any, ...]:
-        """By which the arguments of launches are known."""
-        arrays = self.dout, self.q, self.k, self.v, self.out, self.lse, self.dq, *self.shares, *self.rounded
-        return (self.softmax_scale, self.softcap, self.homes, self.dout.strides, self.k.strides, self.v.strides,
-                *[x.data.ptr for x in arrays])
+
+class _Call:
+    """Arguments of one call, which differ between calls of the same launches.
+
+    dk_dv: arrays for dk and dv; empty: their rows go to the ranks that own the keys.
+    owners: bytes of a PARTIALS, and the address of places; see BackwardOutputs.
+    key: by which launches know the arguments of calls.
+    """
+
+    def __init__(
+        self, inputs: BackwardInputs, options: AttentionOptions, dq: Array, dk_dv: Sequence[Array],
+        own_rows: Sequence[Array], owners: tuple[bytes, int],
+    ) -> None:
+        self.dout, self.q, self.k, self.v, self.out, self.lse, self.plan = inputs
+        self.softmax_scale, self.softcap = options.softmax_scale, options.softcap
+        self.dq, self.dk_dv, self._own_rows, self._owners = dq, dk_dv, own_rows, owners
+        arrays = *inputs[:6], dq, *dk_dv, *own_rows
+        self.key = (self.softmax_scale, self.softcap, owners, self.dout.strides, self.k.strides, self.v.strides,
+                    *[x.data.ptr for x in arrays])
 
     @property
     def logits(self) -> Any:
-        """What kernels are told of logits."""
+        """Logits<caps> of the kernels."""
         return logits_of(self.softmax_scale, self.softcap)
 
-    def addresses(self, plan: Plan, accum: Sequence[Any] = ()) -> list[int]:
-        """Where dk and dv go, accumulators of the backward on Hopper, and where rounded rows go and which; 0: nowhere.
-        """
-        places = (*self.rounded, plan.arrays.places) if self.rounded else [None] * 3
-        return [0 if x is None else x.data.ptr for x in (*(self.shares or [None] * 2), *accum, *places)]
+    @property
+    def owners(self) -> Any:
+        """A OWNERS."""
+        partials, places = self._owners
+        return np.array((np.frombuffer(partials, PARTIALS)["of"][0], places), OWNERS)[()]
+
+    def addresses(self, accum: Sequence[Any] = ()) -> list[int]:
+        """Return the addresses of dk, dv, accumulators on Hopper, rounded rows and their places; 0 for none."""
+        places = (*self._own_rows, self.plan.arrays.places) if self._own_rows else [None] * 3
+        return [0 if x is None else x.data.ptr for x in (*(self.dk_dv or [None] * 2), *accum, *places)]
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
-    """A new array of the float32 numbers of (rows, heads, head_dim) in 16 bits."""
+    """Return a new 16-bit array of the float32 numbers of (rows, heads, head_dim)."""
     out = launch.empty(x.shape, dtype)
     kernel = compiler.kernel(*TILES[64, 64].thd_attn_round(out.dtype.name))  # the same for all head dims
     kernel((-(-x.size // 2048),), 256, (out, x, np.float32(1), np.uint64(x.size // 8)))
@@ -148,79 +159,92 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
 class _Hopper:
     """The launches on Hopper. Accumulators of dq have a layout of their own; it is rounded once."""
 
-    dq: Launch | None  # by itself
-    round_dq: Launch | None
-
-    def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, where: str, in_two: bool, caps: bool, groups: Groups) -> None:
-        tiles, dtype, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, grads
-        (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
-        group, stats_rows = num_heads // num_kv_heads, padded_rows(num_rows)
+    def __init__(self, plan: Plan, spec: _Spec) -> None:
+        gpu, heads = this_gpu(), spec.heads
+        row = TILES[heads.head_dim, heads.v_head_dim]
+        tiles = row.backward_sm90
+        how = spec.kv_dtype, spec.deterministic, spec.where
+        accum, largest = (largest_accum(gpu, row, plan, groups, *how)
+                          for groups in ([(heads.num_heads, heads.num_kv_heads)], heads.groups))
         wide = isinstance(tiles, BackwardByGradientSm90)
-        how = dkv_dtype, deterministic, where
-        room, largest = (largest_accum(gpu, row, plan, some, *how) for some in ([(num_heads, num_kv_heads)], groups))
-        deterministic = room.deterministic
+        self._spec, self._deterministic, self._splits = spec, accum.deterministic, accum.splits
+        self._semaphore_rows = accum.semaphore_rows
 
-        self.dkv_dtype, self.most_heads = dkv_dtype, most_heads(groups)
-        accum = plan.buffer("accum", room.shape, np.float32, largest.shape)
-        self.dkv_accum, rest_of_accum = accum[: room.dkv_size], accum[room.dkv_size :]
-        self.dq_accum, semaphores = rest_of_accum[: room.dq_size], rest_of_accum[room.dq_size :]
-        self.grad_semaphores = semaphores[room.dq_semaphores :]
-        # The first share of a claimed accumulator is stored; only semaphores have to be zero. Wide heads claim no dq.
-        stats, self.delta = _delta(row, q, v, plan, rest_of_accum if wide else semaphores, groups)
+        floats = plan.buffer("accum", accum.shape, np.float32, largest.shape)
+        self._dkv_accum, rest = floats[: accum.dkv_size], floats[accum.dkv_size :]
+        self._dq_accum, semaphores = rest[: accum.dq_size], rest[accum.dq_size :]
+        self._grad_semaphores = semaphores[accum.dq_semaphores :]
+        # The first partial sum of a claimed accumulator is stored; only semaphores have to be zero. Wide heads claim
+        # no dq.
+        stats, self._delta = _delta(plan, heads, rest if wide else semaphores)
 
-        fixed: tuple[Any, ...] = self.dq_accum, semaphores, stats, plan.key_ranges
-        if isinstance(tiles, BackwardByGradientSm90):
-            kernel = row.thd_attn_bwd_by_gradient_sm90(
-                dtype, dtype if deterministic else dq_dtype, dkv_dtype.name, not deterministic, caps)
-            fixed = self.dq_accum, stats
-        else:
-            pair = isinstance(tiles, BackwardSharedDqSm90)
-            kernel = (row.thd_attn_bwd_shared_dq_sm90 if pair else row.thd_attn_bwd_sm90)(
-                dtype, dq_dtype, dkv_dtype.name, deterministic, caps)
-        shares = shares_of(row, plan)
-
-        def main_of(orders: Array, num_splits: int, packs: Any) -> Launch:
-            blocks, splits = 1 if deterministic else tiles.blocks, num_kv_heads * num_splits
-            num_tiles = orders.shape[1] * tiles.blocks // blocks
-            # Splits that add to the same rows at the same time wait for each other.
-            short = scheduler.SHORT_UP_TO if num_splits == 1 else scheduler.LONG_FROM
-            in_order = deterministic and not wide
-            # Shares of a tile of queries come in turn: if these tiles are few, those of other heads come meanwhile.
-            together = max(1, gpu.multiprocessors * 64 // stats_rows) if in_order else tiles.together
-            order, how = scheduler.schedule(gpu, plan, orders, splits, together, short)
-            if in_order:  # a block that waits for others finds them at work
-                order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
-            size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // num_splits,
-                             group, num_kv_heads, room.semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
-            grid = (blocks * min(gpu.multiprocessors // blocks, num_tiles * splits),)
-            return Launch(compiler.kernel(*kernel), grid, tiles.threads,
-                          (*fixed, plan.query_ranges, shares, order, cupy.zeros(1, np.int32), packs, size))
-
-        choices = _packs_of(room.splits, plan)
-        self.mains = [[main_of(orders, *choice) for choice in choices]
-                      for orders in _parts(plan, in_two and (wide or not deterministic))]
+        self._fixed: tuple[Any, ...] = self._dq_accum, semaphores, stats, plan.key_ranges
+        if wide:
+            self._fixed = self._dq_accum, stats
+        self._kernel = self._main_kernel(row)
+        self._partials = num_partials(row, plan)
+        in_parts = spec.in_parts and (wide or not accum.deterministic)
+        choices = _packs_of(accum.splits, plan)
+        self._mains = [[self._main(plan, orders, *choice) for choice in choices] for orders in _parts(plan, in_parts)]
         keys = tiles.tile_n // tiles.blocks
-        self.boxes, self.dq, self.round_dq = (tiles.tile_m, keys, keys, tiles.tile_m), None, None
-        if isinstance(tiles, BackwardByGradientSm90) and deterministic:
-            self.dq_boxes = DQ_ROWS, tiles.dq_keys, tiles.dq_keys, DQ_ROWS
-            self.dq = _dq_by_itself(gpu, row, row.thd_attn_bwd_dq_sm90(dtype, dq_dtype, caps), q, group, plan, stats)
+        self._boxes = tiles.tile_m, keys, keys, tiles.tile_m
+        self._dq: Launch | None = None  # the launch of dq alone
+        self._round_dq: Launch | None = None
+        if isinstance(tiles, BackwardByGradientSm90) and accum.deterministic:
+            self._dq_boxes = DQ_ROWS, tiles.dq_keys, tiles.dq_keys, DQ_ROWS
+            kernel = row.thd_attn_bwd_dq_sm90(heads.dtype.name, spec.dq_dtype.name, spec.caps)
+            self._dq = _dq_alone(row, kernel, heads, plan, stats)
         elif wide:
-            round_dq, size = compiler.kernel(*row.thd_attn_round_dq_sm90(dq_dtype)), self.mains[0][0].fixed[-1]
-            self.round_dq = Launch(round_dq, (stats_rows // 64, num_heads), 128, (shares, size))
+            size = self._mains[0][0].fixed[-1]
+            self._round_dq = Launch(
+                compiler.kernel(*row.thd_attn_round_dq_sm90(spec.dq_dtype.name)),
+                (padded_rows(plan.local_rows) // 64, heads.num_heads), 128, (self._partials, size))
 
-    def new_shares(self, k: Array, v: Array) -> Sequence[Array]:
-        """Arrays for dk and dv. Where they are wanted in float32, they are the accumulators."""
-        if self.dkv_dtype == np.float32:
-            return _dk_dv(self.dkv_accum, k, v)
-        return [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
+    def _main_kernel(self, row: Tiles) -> compiler.Kernel:
+        """Return the kernel that makes dk and dv."""
+        spec, deterministic = self._spec, self._deterministic
+        dtype, dq_dtype, kv_dtype = spec.heads.dtype.name, spec.dq_dtype.name, spec.kv_dtype.name
+        if isinstance(row.backward_sm90, BackwardByGradientSm90):
+            return compiler.kernel(*row.thd_attn_bwd_by_gradient_sm90(
+                dtype, dtype if deterministic else dq_dtype, kv_dtype, not deterministic, spec.caps))
+        shared_dq = isinstance(row.backward_sm90, BackwardSharedDqSm90)
+        kernel = row.thd_attn_bwd_shared_dq_sm90 if shared_dq else row.thd_attn_bwd_sm90
+        return compiler.kernel(*kernel(dtype, dq_dtype, kv_dtype, deterministic, spec.caps))
 
-    def __call__(self, call: _Call, plan: Plan, halfway: Halfway | None) -> None:
-        q, k, v, dout = call.q, call.k, call.v, call.dout
+    def _main(self, plan: Plan, orders: Array, num_splits: int, packs: Any) -> Launch:
+        """Return a launch of that kernel for some tiles of keys; see _packs_of."""
+        gpu, heads = this_gpu(), self._spec.heads
+        tiles = TILES[heads.head_dim, heads.v_head_dim].backward_sm90
+        stats_rows = padded_rows(plan.local_rows)
+        blocks, splits = 1 if self._deterministic else tiles.blocks, heads.num_kv_heads * num_splits
+        num_tiles = orders.shape[1] * tiles.blocks // blocks
+        # Splits that add to the same rows at the same time wait for each other.
+        short = scheduler.SHORT_UP_TO if num_splits == 1 else scheduler.LONG_FROM
+        in_order = self._deterministic and not isinstance(tiles, BackwardByGradientSm90)
+        # Partial sums of a tile of queries come in turn: if these tiles are few, those of other heads come meanwhile.
+        together = max(1, gpu.multiprocessors * 64 // stats_rows) if in_order else tiles.together
+        order, how = scheduler.schedule(gpu, plan, orders, splits, together, short)
+        if in_order:  # a block that waits for others finds them at work
+            order = plan.memoize("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
+        size = np.array((plan.local_rows, plan.key_rows, stats_rows, num_tiles, splits, *how, heads.group // num_splits,
+                         heads.group, heads.num_kv_heads, self._semaphore_rows, heads.row_heads), BACKWARD_SIZE)[()]
+        grid = (blocks * min(gpu.multiprocessors // blocks, num_tiles * splits),)
+        return Launch(self._kernel, grid, tiles.threads,
+                      (*self._fixed, plan.query_ranges, self._partials, order, cupy.zeros(1, np.int32), packs, size))
+
+    def new_dk_dv(self, k: Array, v: Array) -> Sequence[Array]:
+        """Return arrays for dk and dv: the accumulators, if float32 is wanted."""
+        if self._spec.kv_dtype == np.float32:
+            return _dk_dv(self._dkv_accum, k, v)
+        return [launch.empty(x.shape, self._spec.kv_dtype) for x in (k, v)]
+
+    def __call__(self, call: _Call, on_first_part: OnFirstPart | None) -> None:
+        q, k, v, dout, plan = call.q, call.k, call.v, call.dout, call.plan
+        self._delta.launch_as(call.key, lambda: _delta_arguments(call))
         num_rows, num_keys = len(q), len(k)
         if plan.has_masked_out_queries:
             if plan.leading_tokens is None:
-                q, dout = without_padding((q, dout), ("q", "dout"), plan, self.most_heads)
+                q, dout = without_padding((q, dout), ("q", "dout"), plan, self._spec.heads.most_heads)
             else:  # rows outside a map arrive as zeros
                 num_rows = max(1, plan.leading_tokens)
 
@@ -228,123 +252,120 @@ class _Hopper:
             return launch.tensor_maps((q, k, v, dout), (num_rows, num_keys, num_keys, num_rows), boxes)
 
         def arguments() -> tuple[Any, ...]:
-            accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else call.shares or (None, None)
-            grads = np.array((*call.addresses(plan, (*accum, self.grad_semaphores)), _homes_of(*call.homes)), GRADIENTS)
-            return *inputs(self.boxes), call.dq, grads[()], call.logits
+            accum = _dk_dv(self._dkv_accum, k, v) if self._dkv_accum.size else call.dk_dv or (None, None)
+            grads = np.array((*call.addresses((*accum, self._grad_semaphores)), call.owners), GRADIENTS)
+            return *inputs(self._boxes), call.dq, grads[()], call.logits
 
-        _in_turn(self.mains, call, arguments, halfway)
-        if self.dq is not None:
-            self.dq.launch_as(call.key, lambda: (*inputs(self.dq_boxes), call.dq, call.logits))
-        if self.round_dq is not None:
-            self.round_dq.launch_as(call.key, lambda: (call.dq, self.dq_accum, np.float32(call.softmax_scale)))
+        _in_turn(self._mains, call, arguments, on_first_part)
+        if self._dq is not None:
+            self._dq.launch_as(call.key, lambda: (*inputs(self._dq_boxes), call.dq, call.logits))
+        if self._round_dq is not None:
+            self._round_dq.launch_as(call.key, lambda: (call.dq, self._dq_accum, np.float32(call.softmax_scale)))
 
 
-def _dq_by_itself(
-    gpu: Gpu, row: Tiles, kernel: Instance, q: Array, group: int, plan: Plan, stats: Array
-) -> Launch:
-    """The launch of thd_attn_bwd_dq_sm90, whose tiles of queries and scheduler are those of the forward."""
-    orders, (num_rows, num_heads, _) = plan.arrays.query_tiles, q.shape
+def _dq_alone(row: Tiles, kernel: Instance, heads: Heads, plan: Plan, stats: Array) -> Launch:
+    """Return the launch of thd_attn_bwd_dq_sm90, which has the forward's tiles of queries and scheduler."""
+    gpu, orders, num_rows = this_gpu(), plan.arrays.query_tiles, plan.local_rows
     num_tiles = orders.shape[1]
-    order, how = scheduler.schedule(gpu, plan, orders, num_heads, max(group, row.forward_sm90.together))
-    size = np.array((num_rows, num_rows, padded_rows(num_rows), num_tiles, num_heads, *how, 1, 1, num_heads, 0,
-                     launch.row_heads(q)), BACKWARD_SIZE)[()]
-    return Launch(compiler.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * num_heads),), 384,
-                  (stats, plan.key_ranges, order, cupy.zeros(1, np.int32), np.int32(group), size))
+    order, how = scheduler.schedule(
+        gpu, plan, orders, heads.num_heads, max(heads.group, row.forward_sm90.together))
+    size = np.array((num_rows, num_rows, padded_rows(num_rows), num_tiles, heads.num_heads, *how, 1, 1,
+                     heads.num_heads, 0, heads.row_heads), BACKWARD_SIZE)[()]
+    return Launch(compiler.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * heads.num_heads),), 384,
+                  (stats, plan.key_ranges, order, cupy.zeros(1, np.int32), np.int32(heads.group), size))
 
 
 def plan_backward(plan: Plan) -> None:
-    """Makes now what the backward asks of a plan, and what a refresh of the plan has to make again."""
+    """Make what the backward needs of a plan, so that a refresh of the plan makes it again."""
     row = TILES[plan.head_dims]
-    if launch.this_gpu().sm90:
-        shares_of(row, plan)
+    if this_gpu().sm90:
+        num_partials(row, plan)
         pairs_of(plan)
     if plan.cp_size > 1 and plan.keys_of is None and not plan.sharding.by_runs:
         places_of_keys(plan)
 
 
-def shares_of(row: Tiles, plan: Plan) -> Array:
-    """(tiles of tile_m query rows,) int32: tiles of keys that have a share of dq; see thd_attn_count_partials_sm90."""
+def num_partials(row: Tiles, plan: Plan) -> Array:
+    """Return the number of key tiles that add to dq of each query tile, (tiles,) int32; see thd_attn_count_partials_sm90."""
     tiles = row.backward_sm90
 
     def make() -> Array:
-        shares = launch.empty(shares_shape(row, plan.local_rows), np.int32)
+        numbers = launch.empty(num_partials_shape(row, plan.local_rows), np.int32)
         # Not the plan, which keeps `count` for a refresh: it would keep itself.
-        grid, args = (plan.arrays.key_tiles.shape[1],), (shares, plan.query_ranges, np.int32(plan.key_rows))
+        grid, args = (plan.arrays.key_tiles.shape[1],), (numbers, plan.query_ranges, np.int32(plan.key_rows))
 
         def count() -> None:
-            shares.fill(0)
+            numbers.fill(0)
             compiler.kernel(*row.thd_attn_count_partials_sm90())(grid, 32, args)
 
         plan.make(count)
-        return shares
+        return numbers
 
-    return plan.once(("shares", tiles.tile_m, tiles.tile_n), make)
+    return plan.memoize(("partials", tiles.tile_m, tiles.tile_n), make)
 
 
 class _Portable:
     """The launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
-    def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, where: str, in_two: bool, caps: bool, groups: Groups) -> None:
-        (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
-        dq_dtype, self.dkv_dtype = grads
-        shape, most = (dq_accum_shape(num_rows, n, row, deterministic) for n in (num_heads, most_heads(groups)))
-        self.dq_accum = plan.buffer("dq_accum", shape, np.float32, most)
-        stats, self.delta = _delta(row, q, v, plan, self.dq_accum, groups)
-        sizes = tuple(map(np.int32, (num_rows, num_keys, padded_rows(num_rows), num_heads // num_kv_heads)))
-        tiles = row.backward_for(gpu.shared_bytes)
-        main = compiler.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles, caps))
-        self.mains = [[Launch(
-            main, (orders.shape[1], num_kv_heads), 2 * tiles.tile_n * tiles.column_warps,
-            (stats, self.dq_accum, plan.key_ranges, plan.query_ranges, orders[1], *sizes))]
-            for orders in _parts(plan, in_two)]
-        self.dq = None if not deterministic else Launch(
-            compiler.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype, caps)),
-            (-(-num_rows // row.backward_dq.tile_m), num_heads), 32 * row.backward_dq.warps,
+    def __init__(self, plan: Plan, spec: _Spec) -> None:
+        heads, (dtype, dq_dtype, kv_dtype) = spec.heads, (
+            x.name for x in (spec.heads.dtype, spec.dq_dtype, spec.kv_dtype))
+        row = TILES[heads.head_dim, heads.v_head_dim]
+        shape, most = (dq_accum_shape(plan.local_rows, n, row, spec.deterministic)
+                       for n in (heads.num_heads, heads.most_heads))
+        self._dq_accum, self._kv_dtype = plan.buffer("dq_accum", shape, np.float32, most), spec.kv_dtype
+        stats, self._delta = _delta(plan, heads, self._dq_accum)
+        sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, padded_rows(plan.local_rows), heads.group)))
+        tiles = row.backward_for(this_gpu().shared_bytes)
+        main = compiler.kernel(*row.thd_attn_bwd(dtype, kv_dtype, not spec.deterministic, tiles, spec.caps))
+        self._mains = [[Launch(
+            main, (orders.shape[1], heads.num_kv_heads), 2 * tiles.tile_n * tiles.column_warps,
+            (stats, self._dq_accum, plan.key_ranges, plan.query_ranges, orders[1], *sizes))]
+            for orders in _parts(plan, spec.in_parts)]
+        self._dq = None if not spec.deterministic else Launch(
+            compiler.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype, spec.caps)),
+            (-(-plan.local_rows // row.backward_dq.tile_m), heads.num_heads), 32 * row.backward_dq.warps,
             (stats, plan.key_ranges, plan.query_ranges, *sizes))
-        self.round_dq = Launch(
-            compiler.kernel(*row.thd_attn_round(dq_dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
+        size = plan.local_rows * heads.num_heads * heads.head_dim
+        self._round_dq = Launch(
+            compiler.kernel(*row.thd_attn_round(dq_dtype)), (-(-size // 2048),), 256, (np.uint64(size // 8),))
 
-    def new_shares(self, k: Array, v: Array) -> Sequence[Array]:
-        """Arrays for dk and dv."""
-        return [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
+    def new_dk_dv(self, k: Array, v: Array) -> Sequence[Array]:
+        """Return arrays for dk and dv."""
+        return [launch.empty(x.shape, self._kv_dtype) for x in (k, v)]
 
-    def __call__(self, call: _Call, plan: Plan, halfway: Halfway | None) -> None:
+    def __call__(self, call: _Call, on_first_part: OnFirstPart | None) -> None:
         inputs = call.q, call.k, call.v, call.dout
+        self._delta.launch_as(call.key, lambda: _delta_arguments(call))
 
         def arguments() -> tuple[Any, ...]:
-            return *inputs, *map(np.uint64, call.addresses(plan)), _homes_of(*call.homes), call.logits
+            return *inputs, *map(np.uint64, call.addresses()), call.owners, call.logits
 
-        _in_turn(self.mains, call, arguments, halfway)
-        if self.dq is None:
-            self.round_dq.launch_as(call.key, lambda: (call.dq, self.dq_accum, np.float32(call.softmax_scale)))
+        _in_turn(self._mains, call, arguments, on_first_part)
+        if self._dq is None:
+            self._round_dq.launch_as(call.key, lambda: (call.dq, self._dq_accum, np.float32(call.softmax_scale)))
         else:
-            self.dq.launch_as(call.key, lambda: (*inputs, call.dq, call.logits))
+            self._dq.launch_as(call.key, lambda: (*inputs, call.dq, call.logits))
 
 
-def _parts(plan: Plan, in_two: bool) -> list[Array]:
-    """The orders of all tiles of keys; or of those that have rows of other ranks, and of the others."""
+def _parts(plan: Plan, in_parts: bool) -> list[Array]:
+    """Return the orders of all tiles of keys, or of those that have rows of other ranks and then of the others."""
     tiles = plan.arrays.key_tiles
-    return parts_of(tiles, ~plan.foreign_tiles[1]) if in_two else [tiles]
+    return parts_of(tiles, ~plan.foreign_tiles[1]) if in_parts else [tiles]
 
 
 def _in_turn(mains: Sequence[Sequence[Launch]], call: _Call, arguments: Callable[[], tuple[Any, ...]],
-             halfway: Halfway | None) -> None:
-    """What makes dk and dv, and after the first of it `halfway`."""
+             on_first_part: OnFirstPart | None) -> None:
+    """Launch what makes dk and dv, and call on_first_part behind the first part of it."""
     for number, launches in enumerate(mains):
         for run in launches:
             run.launch_as(call.key, arguments)
-        if number == 0 and halfway is not None:
-            halfway(*call.shares)
-
-
-def _homes_of(of: bytes, places: int) -> Any:
-    """A OWNERS, from the bytes of a PARTIALS."""
-    return np.array((np.frombuffer(of, PARTIALS)["of"][0], places), OWNERS)[()]
+        if number == 0 and on_first_part is not None:
+            on_first_part(*call.dk_dv)
 
 
 def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, Any]]:
-    """Splits, and the PACK_FILTER of the packs that they are for: of several choices the GPU takes one."""
+    """Return numbers of splits, each with the PACK_FILTER of the packs that it is for: the GPU takes one of several."""
     if len(splits) == 1:
         return [(splits[0][0], np.zeros((), PACK_FILTER)[()])]
     pairs, before, packs = pairs_of(plan).data.ptr, 0, []
@@ -355,32 +376,38 @@ def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, An
     return packs
 
 
-def _delta(row: Tiles, q: Array, v: Array, plan: Plan, cleared: Array, groups: Groups) -> tuple[Array, Launch]:
-    """(stats, the launch that fills it and sets `cleared` to zero); see thd_attn_delta."""
-    (num_rows, num_heads, _), stats_rows = q.shape, padded_rows(len(q))
-    stats = plan.buffer("stats", stats_shape(num_rows, num_heads), np.float32,
-                        stats_shape(num_rows, most_heads(groups)))
-    blocks = -(-stats_rows * num_heads * lanes_of(v.shape[2]) // 256)
+def _delta(plan: Plan, heads: Heads, cleared: Array) -> tuple[Array, Launch]:
+    """Return stats and the launch that fills it and sets `cleared` to zero; see thd_attn_delta."""
+    row, num_rows, stats_rows = TILES[heads.head_dim, heads.v_head_dim], plan.local_rows, padded_rows(plan.local_rows)
+    stats = plan.buffer("stats", stats_shape(num_rows, heads.num_heads), np.float32,
+                        stats_shape(num_rows, heads.most_heads))
+    blocks = -(-stats_rows * heads.num_heads * lanes_of(heads.v_head_dim) // 256)
     return stats, Launch(
-        compiler.kernel(*row.thd_attn_delta(q.dtype.name)), (blocks,), 256,
+        compiler.kernel(*row.thd_attn_delta(heads.dtype.name)), (blocks,), 256,
         (plan.key_ranges, stats, cleared, np.uint64(-(-cleared.size // 4)),
-         *map(np.int32, (num_rows, stats_rows, num_heads, launch.row_heads(q)))))
+         *map(np.int32, (num_rows, stats_rows, heads.num_heads, heads.row_heads))))
+
+
+def _delta_arguments(call: _Call) -> tuple[Any, ...]:
+    return call.out, call.dout, call.lse, lse_unit(call.softmax_scale, call.softcap)
 
 
 def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """dk and dv, of which one follows the other in memory."""
+    """Return dk and dv, which follow each other in memory."""
     return dkv[: k.size].reshape(k.shape), dkv[k.size :].reshape(v.shape)
 
 
 def without_padding(
     arrays: Sequence[Array], names: Sequence[str], plan: Plan, most_heads: int | None = None
 ) -> list[Array]:
-    """Copies of two arrays whose padding rows are 0, as 0 * NaN would spread through a product.
+    """Return copies of two arrays whose padding rows are 0, as 0 * NaN would spread through a product.
 
-    most_heads: of those whose copies lie in one memory, one after another.
+    Args:
+        most_heads: heads of the largest arrays whose copies share the memory of these; None: these are all.
     """
-    rooms = [x.shape if most_heads is None else (len(x), most_heads, x.shape[2]) for x in arrays]
-    copies = [plan.buffer(name, x.shape, x.dtype, room) for name, x, room in zip(names, arrays, rooms, strict=True)]
-    order = plan.once("local_order", lambda: cupy.arange(plan.local_rows, dtype=np.int32))
+    capacities = [x.shape if most_heads is None else (len(x), most_heads, x.shape[2]) for x in arrays]
+    copies = [plan.buffer(name, x.shape, x.dtype, capacity)
+              for name, x, capacity in zip(names, arrays, capacities, strict=True)]
+    order = plan.memoize("local_order", lambda: cupy.arange(plan.local_rows, dtype=np.int32))
     reorder(False, copies, [[x] for x in arrays], order, plan.key_ranges)
     return copies

@@ -1,10 +1,11 @@
-"""Launchers of attention from a cache: rows appended to it and filled into it, and few queries over long texts."""
+"""Launchers for decoding: attention of few query rows over a KV cache, and rows written to the cache."""
 
 from __future__ import annotations
 
 import cupy
 import numpy as np
 
+from thdattn.engines import AttentionOptions
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Gpu, Launch
 from thdattn.engines.cuda.softcap import kind_of, logits_of
@@ -18,9 +19,9 @@ _APPEND, _FILL = CACHE_KERNELS
 
 
 def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
-    """Writes new rows behind those of their texts; returns their key_ranges. See reference.cache_append."""
+    """Append new rows to their texts and return their key_ranges; see reference.cache_append."""
     new_rows = len(k) // cache.num_texts
-    key_ranges, run = cache.once(("append", new_rows), lambda: _append(new_rows, cache))
+    key_ranges, run = cache.memoize(("append", new_rows), lambda: _append(new_rows, cache))
     run(cache.k, k, _words(k), cache.v, v, _words(v))
     return key_ranges
 
@@ -32,7 +33,7 @@ def _append(new_rows: int, cache: KVCache) -> tuple[Array, Launch]:
 
 
 def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
-    """Copies the sequences of a pack to the texts of their numbers. See reference.cache_fill."""
+    """Copy sequence i of a pack to text i of the cache; see reference.cache_fill."""
     num_seqs, lengths = plan.key_batch.num_seqs, plan.arrays.lengths
     compiler.kernel(_FILL)(
         (-(-max(len(k), num_seqs) // 8),), 256,
@@ -42,28 +43,29 @@ def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
 
 
 def _words(x: Array) -> np.int32:
-    """16-byte words of a row."""
+    """Return the number of 16-byte words of a row."""
     return np.int32(x.shape[1] * x.shape[2] * x.itemsize // 16)
 
 
 def attn_decode(
-    q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float, softcap: float = 0.0, sinks: Array | None = None
+    q: Array, key_ranges: Array, cache: KVCache, options: AttentionOptions, sinks: Array | None = None
 ) -> tuple[Array, Array]:
-    """Attention of query rows over ranges of the cache's rows. See reference.attn_decode; lse stays to the next call.
+    """Compute attention of query rows over ranges of the cache's rows; lse stays until the next call.
 
-    How many parts the keys are split into depends on the sizes of the cache and on the GPU alone, never on lengths.
+    The number of key splits depends on the sizes of the cache and on the GPU alone, never on lengths. See
+    reference.attn_decode.
     """
     (num_rows, num_heads, _), v_head_dim = q.shape, cache.v.shape[3]
-    out, kind = launch.empty((num_rows, num_heads, v_head_dim), q.dtype), kind_of(softcap, sinks)
-    lse, run = cache.once(
+    out, kind = launch.empty((num_rows, num_heads, v_head_dim), q.dtype), kind_of(options.softcap, sinks)
+    lse, run = cache.memoize(
         ("decode", num_rows, num_heads, kind), lambda: _decode(launch.this_gpu(), num_rows, num_heads, cache, kind))
-    run(q, cache.k, cache.v, out, lse, key_ranges, logits_of(softmax_scale, softcap),
+    run(q, cache.k, cache.v, out, lse, key_ranges, logits_of(options.softmax_scale, options.softcap),
         launch.NONE if sinks is None else sinks)
     return out, lse
 
 
 def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind) -> tuple[Array, Launch]:
-    """lse, which a replayed graph writes to though no caller of decode has it, and the launch."""
+    """Return lse, which a replayed graph writes although no caller of decode holds it, and the launch."""
     *_, num_kv_heads, head_dim = cache.k.shape
     chosen, group = DECODE[head_dim, cache.v.shape[3]], num_heads // num_kv_heads
     blocks = num_kv_heads * -(-group // chosen.heads)  # of a row and part

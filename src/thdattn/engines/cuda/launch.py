@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -17,6 +17,7 @@ from thdattn.arguments import dlpack_device, unreadable
 from thdattn.jit import compiler
 from thdattn.jit.tensor_map import tensor_map
 from thdattn.packing import DLPACK_HOST
+from thdattn.plan.memory import group_heads
 
 Array = Any  # cupy.ndarray, whose hints are partial
 NONE = np.uint64(0)  # an argument instead of an array
@@ -184,6 +185,38 @@ def row_heads(x: Array) -> int:
     return row_bytes(x) // int(x.shape[2] * x.itemsize)
 
 
-def layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
-    """What the launches of a plan depend on beside the plan."""
-    return q.dtype, q.shape[1], row_heads(q), k.shape[1], q.shape[2], v.shape[2]
+class Heads(NamedTuple):
+    """Heads of a call, their widths and dtype, as launches depend on them.
+
+    row_heads: query heads of a row in memory, of which the call may have some.
+    head_groups: see AttentionOptions.
+    """
+
+    dtype: np.dtype[Any]
+    num_heads: int
+    row_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    head_groups: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def most_heads(self) -> int:
+        """Query heads of the largest of the groups that share work buffers."""
+        return max(self.head_groups, default=self.num_kv_heads) * self.group
+
+    @property
+    def groups(self) -> list[tuple[int, int]]:
+        """(query heads, kv heads) of the groups that share work buffers, ascending."""
+        return group_heads(self.head_groups or (self.num_kv_heads,), self.group)
+
+
+def heads_of(q: Array, k: Array, v: Array, head_groups: tuple[int, ...]) -> Heads:
+    """Return the heads of a call."""
+    (_, num_heads, head_dim), (_, num_kv_heads, v_head_dim) = q.shape, v.shape
+    return Heads(q.dtype, num_heads, row_heads(q), num_kv_heads, head_dim, v_head_dim, head_groups)

@@ -102,7 +102,7 @@ def enter(plan: Plan) -> None:
     """
     stream, made_on = cupy.cuda.get_current_stream(), plan.arrays.stream
     if stream.ptr != made_on.ptr and not stream.is_capturing():
-        plan.once(("entered", stream.ptr), lambda: _enter(plan, stream, made_on))
+        plan.memoize(("entered", stream.ptr), lambda: _enter(plan, stream, made_on))
 
 
 def _enter(plan: Plan, stream: Any, made_on: Any) -> None:
@@ -118,8 +118,8 @@ def _leave(stream: Any, made_on: Any) -> None:
 class DeviceLengths:
     """Lengths on the GPU, found right or wrong there: what thd_plan_check makes of them.
 
-    Wrong ones are planned as sequences without rows, and nan_if_invalid makes all results NaN. The host learns of it at
-    once if it waits, or, from memory that the kernel writes, whenever it next asks.
+    Wrong ones are planned as sequences without rows, and nan_if_invalid makes all results NaN. The host learns of it
+    at once if it waits, or, from memory that the kernel writes, whenever it next asks.
 
     Attributes:
         sharding, key_batch: as passed to plan_arrays.
@@ -161,7 +161,7 @@ class DeviceLengths:
     def make(self, launches: Callable[[], None]) -> None:
         """Makes something of the plan from the lengths, now and whenever make_again is called or a graph replays it.
 
-        In the capture of another graph than the one that makes the plan, it is for that one alone, as Plan.once has it.
+        In the capture of another graph than the one that makes the plan, it is for that graph alone; see Plan.memoize.
         """
         launches()
         now = launch.capture()
@@ -387,7 +387,7 @@ def pairs_of(plan: Plan) -> Array:
         plan.make(lambda: compiler.kernel(_PAIRS)((1,), 1024, (pairs, *args)))
         return pairs
 
-    return plan.once("pairs", make)
+    return plan.memoize("pairs", make)
 
 
 def _blocks(threads: int) -> int:
@@ -401,12 +401,12 @@ def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], arg
 
 
 def nan_if_invalid(plan: Plan, *results: Array) -> None:
-    """Results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
+    """Make results NaN if the lengths on the GPU that the plan was made from are wrong."""
     lengths = plan.arrays.lengths
     if lengths is None or lengths.are_right():
         return
     kernel, grid = compiler.kernel(_POISON), (POISON_BLOCKS,)
-    run = plan.once("nan_if_invalid", lambda: Launch(kernel, grid, 256, (lengths.wrong,), early=True))
+    run = plan.memoize("nan_if_invalid", lambda: Launch(kernel, grid, 256, (lengths.wrong,), early=True))
     for i in range(0, len(results), 3):
         three = results[i : i + 3]
         run.launch_as(tuple([(x.data.ptr, x.nbytes) for x in three]), functools.partial(_words_of, three))

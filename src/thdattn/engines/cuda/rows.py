@@ -14,7 +14,7 @@ from thdattn.comm.peer.reduce import add_up
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
-from thdattn.jit.structs import ALL_GATHER, MAX_RANKS, PARTIALS, ROWS
+from thdattn.jit.structs import ALL_GATHER, MAX_RANKS, ROWS, PARTIALS
 from thdattn.kernels.instances import GATHER_KERNEL, REORDER_KERNELS
 from thdattn.plan.plan import Plan
 
@@ -22,33 +22,31 @@ _GATHER_BLOCKS = 256  # two for each multiprocessor
 
 
 def to_sequence_order(
-    k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
+    parts: Sequence[Sequence[Array]], plan: Plan, into: Sequence[Array] | None = None,
     own: Sequence[Array] | None = None, peer_exchange: PeerExchange | None = None,
 ) -> tuple[Array, Array]:
-    """Rows of all ranks moved to sequence order, into buffers of the plan; rows that no local query sees become 0.
+    """Move rows of all ranks to sequence order; rows that no local query sees become 0.
 
     Args:
         own: this rank's rows, which parts lack; with peer_exchange, the kernel sends them to the other ranks.
         peer_exchange: arguments by which this kernel exchanges rows with all peers, see Arrival.
     """
-    k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
-                    for name, parts in (("k", k_parts), ("v", v_parts))]
+    k, v = into or [plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype)
+                    for name, (x, *_) in zip("kv", parts, strict=True)]
     if peer_exchange is None or own is None:
-        reorder(False, (k, v), (k_parts, v_parts), plan.rank_order, plan.query_ranges, own,
-                plan.first_own)
+        reorder(False, (k, v), parts, plan.rank_order, plan.query_ranges, own, plan.first_own)
     else:
-        _gather(plan, (k, v), (k_parts, v_parts), own, peer_exchange)
+        _gather(plan, (k, v), parts, own, peer_exchange)
     return k, v
 
 
 def _gather(
-    plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array],
-    peer_exchange: PeerExchange,
+    plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array], peer_exchange: PeerExchange
 ) -> None:
     """thd_peer_exchange, of all rows."""
     if not plan.local_key_rows:  # of any rank
         return
-    run: Launch = plan.once(
+    run: Launch = plan.memoize(
         "gather", lambda: Launch(compiler.kernel(GATHER_KERNEL), (_GATHER_BLOCKS,), THREADS, NOBODY))
 
     def arguments() -> tuple[Any, ...]:
@@ -85,12 +83,12 @@ def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Arr
     reorder(False, into, [[x] for x in xs], order, plan.query_ranges)
 
 
-def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
-    """Gradients of this rank's rows that others have: the shares of all ranks, added up; see reference.add_shares."""
-    shares = np.zeros((), PARTIALS)
-    for places, mine, theirs in zip(shares["of"], own, back, strict=True):
+def add_partials(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
+    """Add the partial sums of dk and dv of this rank's rows; see reference.add_partials."""
+    partials = np.zeros((), PARTIALS)
+    for places, mine, theirs in zip(partials["of"], own, back, strict=True):
         places[:2] = theirs.data.ptr, mine.data.ptr
-    add_up(shares[()], plan.cp_size, plan.arrays.returns, results, own=plan.cp_rank)
+    add_up(partials[()], plan.cp_size, plan.arrays.returns, results, own=plan.cp_rank)
 
 
 def reorder(

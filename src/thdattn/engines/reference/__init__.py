@@ -12,6 +12,7 @@ from thdattn.engines.reference import arrays as arrays
 from thdattn.engines.reference.arrays import (
     capture,
     empty,
+    enter,
     free_bytes,
     from_user,
     in_place,
@@ -31,7 +32,7 @@ from thdattn.engines.reference.attention import (
 )  # fmt: skip
 from thdattn.engines.reference.decode import attn_decode, cache_append, cache_fill
 from thdattn.engines.reference.rows import (
-    add_shares,
+    add_partials,
     pack_rows,
     place_rows,
     to_rank_order,
@@ -40,8 +41,8 @@ from thdattn.engines.reference.rows import (
 )  # fmt: skip
 
 __all__ = [
-    "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "capture",
-    "device", "dtypes", "empty", "forward_bytes", "free_bytes", "from_user", "head_dims", "in_place", "name",
+    "add_partials", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "capture",
+    "device", "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "in_place", "name",
     "nan_if_invalid", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "rounded", "sinks_grad",
     "tiles", "to_rank_order", "to_sequence_order", "without_padding",
 ]  # fmt: skip

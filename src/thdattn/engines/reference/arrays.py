@@ -99,6 +99,10 @@ def plan_bytes(plan: Plan) -> int:
     return 4 * (4 * rows + 2 * plan.key_rows + ordered + 2 * sum(plan.num_tiles) + key_side_ints(plan)) + rows
 
 
+def enter(plan: Plan) -> None:
+    """Order the current stream behind the making of a plan; there are no streams here."""
+
+
 def free_bytes(wanted: int) -> int | None:
     """Bytes of memory that are free, if they are fewer than wanted; None: they are not, or nobody knows, as here."""
     return None

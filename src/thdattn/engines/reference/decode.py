@@ -1,4 +1,4 @@
-"""Texts that grow, in NumPy: attention of few rows over a cache of keys and values, and new rows in the cache."""
+"""Decoding in NumPy: attention of few query rows over a KV cache, and rows appended to the cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdattn.engines import AttentionOptions
 from thdattn.kv_cache import KVCache
 from thdattn.plan.mask import in_sight
 from thdattn.plan.plan import Plan
@@ -15,16 +16,16 @@ Array = NDArray[Any]
 
 
 def attn_decode(
-    q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float, softcap: float = 0.0, sinks: Array | None = None
+    q: Array, key_ranges: Array, cache: KVCache, options: AttentionOptions, sinks: Array | None = None
 ) -> tuple[Array, Array]:
-    """Attention of few query rows over ranges of a cache's rows.
+    """Compute attention of few query rows over ranges of a cache's rows.
 
     Args:
         q: (num_rows, num_heads, head_dim).
         key_ranges: (num_rows, 2) int32, [begin, end) of text * capacity + row; may be empty.
         cache: gives k and v.
-        softmax_scale: factor on q.k.
-        softcap, sinks: as for reference.attn_fwd.
+        options: softmax_scale and softcap are used.
+        sinks: as ForwardInputs has them.
 
     Returns:
         out: (num_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
@@ -33,15 +34,16 @@ def attn_decode(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = cache.v.shape[2:]
     dtype = np.promote_types(q.dtype, np.float32)
-    scaled_q = q.reshape(num_rows, num_kv_heads, -1, head_dim).astype(dtype) * dtype.type(softmax_scale)
+    scaled_q = q.reshape(num_rows, num_kv_heads, -1, head_dim).astype(dtype) * dtype.type(options.softmax_scale)
     keys, values = (x.reshape(-1, *x.shape[2:]) for x in (cache.k, cache.v))
     out = np.zeros((num_rows, num_heads, v_head_dim), q.dtype)
     lse = np.full((num_heads, num_rows), -np.inf, dtype)
     for row in np.flatnonzero(key_ranges[:, 0] < key_ranges[:, 1]):
         seen = slice(*key_ranges[row])
         scores = scaled_q[row] @ keys[seen].astype(dtype).transpose(1, 2, 0)
-        if softcap:
-            scores = np.tanh(scores / dtype.type(softcap)) * dtype.type(softcap)
+        if options.softcap:
+            softcap = dtype.type(options.softcap)
+            scores = np.tanh(scores / softcap) * softcap
         row_max = scores.max(axis=-1, keepdims=True)
         p = np.exp(scores - row_max)
         row_sum = p.sum(axis=-1, keepdims=True)
@@ -55,15 +57,15 @@ def attn_decode(
 
 
 def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
-    """Writes new rows after those of their texts, and counts them; a text that does not fit is marked, not written.
+    """Append new rows to their texts and count them; mark a text that does not fit, and do not write it.
 
     Args:
         k, v: (num_texts * new_rows, num_kv_heads, width), the new rows of text 0, then of text 1, ...
         cache: its k, v and lengths change.
 
     Returns:
-        key_ranges: (num_texts * new_rows, 2) int32, what the new rows see as queries, as rows text * capacity + row;
-            (0, 0) in a text that does not fit.
+        key_ranges: (num_texts * new_rows, 2) int32, keys that the new rows see, as rows text * capacity + row; (0, 0)
+            in a text that does not fit.
     """
     new_rows = len(k) // cache.num_texts
     before = cache.lengths.copy()
@@ -80,7 +82,7 @@ def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
 
 
 def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
-    """Copies the sequences of a pack to the texts of their numbers, which lose what they had.
+    """Copy sequence i of a pack to text i of the cache, in place of the text's rows.
 
     Args:
         k, v: (total_rows, num_kv_heads, width), sequence order.

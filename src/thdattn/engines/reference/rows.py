@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.plan.plan import Plan
 
+if TYPE_CHECKING:
+    from thdattn.comm.overlap import PeerExchange
+
 Array = NDArray[Any]
 
 
 def to_sequence_order(
-    k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
-    own: Sequence[Array] | None = None, peer_exchange: None = None,
+    parts: Sequence[Sequence[Array]], plan: Plan, into: Sequence[Array] | None = None,
+    own: Sequence[Array] | None = None, peer_exchange: PeerExchange | None = None,
 ) -> tuple[Array, Array]:
-    """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
+    """Move keys and values gathered from all ranks to sequence order: out[rank_order[t]] = in[t].
 
     Args:
-        k_parts, v_parts: (cp_size*local_key_rows, ...) in one part or in equal ones, rank order; filler rows
-            (rank_order -1) are dropped. Of needed rows those that this rank gets, (num_received, ...).
+        parts: for keys and for values (cp_size*local_key_rows, ...), in one part or in equal ones, rank order. Filler
+            rows (rank_order -1) are dropped. For needed rows: the rows that this rank receives, (num_received, ...).
         plan: gives `rank_order`, int32, `key_rows` and `first_own`.
         into: arrays for k and v; None: buffers that stay until the next call.
         own: (local_key_rows, ...), this rank's rows of both, which the parts may then lack.
-        peer_exchange: None, as only kernels exchange rows with peers.
+        peer_exchange: the exchange that the kernel performs itself; None here, as NumPy has no such kernel.
 
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
     """
-    k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
-                    for name, parts in (("k", k_parts), ("v", v_parts))]
-    for x, parts, mine in zip((k, v), (k_parts, v_parts), own or (None, None), strict=True):
+    k, v = into or [plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype)
+                    for name, (x, *_) in zip("kv", parts, strict=True)]
+    for x, rows, mine in zip((k, v), parts, own or (None, None), strict=True):
         x[...] = 0
-        _scatter(x, plan.rank_order, np.concatenate(parts))
+        _scatter(x, plan.rank_order, np.concatenate(rows))
         if mine is not None:
             _scatter(x, plan.rank_order[plan.first_own :], mine)
     return k, v
@@ -49,7 +52,7 @@ def _scatter(out: Array, order: Array, rows: Array) -> None:
 def to_rank_order(
     dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None
 ) -> tuple[Array, Array]:
-    """Inverse of `to_sequence_order`: out[t] = in[rank_order[t]], 0 on filler rows.
+    """Move gradients to rank order, the inverse of `to_sequence_order`: out[t] = in[rank_order[t]], 0 on filler rows.
 
     Args:
         dk, dv: (key_rows, ...), sequence order.
@@ -69,7 +72,7 @@ def to_rank_order(
 
 
 def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
-    """Put row order[t] of each array at t, as rows are sent to other ranks or moved between two orders.
+    """Put row order[t] of each array at t, to send rows to other ranks or to move them between two orders.
 
     Args:
         xs: any number of (rows, ...), which may be some of the heads of larger ones.
@@ -82,7 +85,7 @@ def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
 
 
 def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Array]) -> None:
-    """Rows of two arrays at their places in key buffers: into[order[t]] = x[t], but for those of -1.
+    """Put rows of two arrays at their places in key buffers: into[order[t]] = x[t], except where order is -1.
 
     Args:
         xs: (num_rows, ...); order: (num_rows,) int32.
@@ -93,17 +96,17 @@ def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Arr
         out[order[order >= 0]] = x[order >= 0]
 
 
-def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
-    """Gradients of this rank's rows of keys: shares of all ranks, added up in the order of ranks and rounded once.
+def add_partials(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
+    """Add the partial sums of dk and dv of this rank's rows, in the order of ranks, and round once.
 
     Args:
         own: dk and dv of this rank's key buffer, (key_rows, heads, width) in the dtype of sums.
-        back: what other ranks made of the rows that this one sent them, (num_sent, heads, width), in the order of
+        back: partial sums from the ranks that received rows of this one, (num_sent, heads, width), in the order of
             `sends`.
-        plan: gives `returns`, which says where the share of every rank is.
+        plan: gives `returns`, the place of every rank's partial sum.
         results: arrays for dk and dv, (local_rows, heads, width) in their dtype, which may be some of the heads of
-            larger ones; 0 where no rank has a share. Rows of which this rank alone has one stay as they are: attn_bwd
-            has `rounded` them.
+            larger ones; 0 where no rank has a partial sum. Rows that this rank alone needs stay as they are: attn_bwd
+            has written them to `own_rows`.
     """
     shared = np.delete(plan.arrays.returns, plan.cp_rank, axis=0) >= 0
     summed = shared.any(axis=0) | (plan.arrays.returns[plan.cp_rank] < 0)
@@ -115,11 +118,11 @@ def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results:
 
 
 def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
-    """Copies whose rows of padding are 0, which may hold NaN: those that see no key.
+    """Return copies of two arrays in which rows that see no key, which may hold NaN, are 0.
 
     Args:
         arrays: (local_rows, ...).
-        names: of the buffers that the copies are made in.
+        names: names of the plan's buffers for the copies.
     """
     sees = plan.key_ranges[:, 0] < plan.key_ranges[:, 1]
     copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]

@@ -71,11 +71,11 @@ def mixer_gate_states(
     made = dy, *_ = made_of_gate(plan, shape)
     walk = _walk(shape)
     if isinstance(walk, Walk):
-        gate, states = plan.once(("gate", shape), lambda: _gate_then_states(plan, shape))
+        gate, states = plan.memoize(("gate", shape), lambda: _gate_then_states(plan, shape))
         gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *partials_of(into, "D", shape))
         states(act.channels, dy, act.sums, plan.key_ranges, *made[1:])
     elif plan.local_rows:
-        run = plan.once(("gate", shape), lambda: _gate_states(walk, plan, shape))
+        run = plan.memoize(("gate", shape), lambda: _gate_states(walk, plan, shape))
         z, dz = (x[:, : shape.d_inner] for x in (zxbcdt, dzxbcdt))
         of_d = partials_of(into, "D", shape)
         run(*_boxes(dout, z, y, act.channels, dy, dz), *of_d, act.sums, plan.key_ranges, *made[1:])
@@ -206,7 +206,7 @@ def mixer_bwd(
     for begin in range(first, end, _AT_ONCE):
         count = min(_AT_ONCE, end - begin)
         these = count, begin + count == len(states)
-        run = plan.once(("mixer_bwd", shape, *these), partial(_bwd, *these, plan, shape))
+        run = plan.memoize(("mixer_bwd", shape, *these), partial(_bwd, *these, plan, shape))
         run(act, dy, states, dstates, weights, into, begin)
 
 
@@ -250,7 +250,7 @@ def mixer_conv_bwd(
     ends = plan.buffer("gradients of ends", (2, shape.reach, shape.channels), np.float32)
     if not plan.local_rows:
         ends.fill(0)
-    conv, sums, of_norm = plan.once(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))
+    conv, sums, of_norm = plan.memoize(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))
     conv(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.dt_bias, dzxbcdt, plan.key_ranges, gradients.dx,
          gradients.dbc, gradients.ddt, np.int32(len(gradients.dbc)), gradients.partials, ends)
     made = launch.empty((_numbers(shape),), np.float32)

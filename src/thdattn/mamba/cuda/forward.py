@@ -95,7 +95,7 @@ def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
     """Return the rows in front of this rank's as a new array; see reference.mixer_halo."""
     halo = launch.empty((shape.reach, shape.channels), shape.dtype)
     into, tails = _words(halo), _words(tails)
-    for to, rows in plan.once(("halo", shape.reach), lambda: _runs(halo_rows(plan, shape).tolist())):
+    for to, rows in plan.memoize(("halo", shape.reach), lambda: _runs(halo_rows(plan, shape).tolist())):
         into[to] = tails[rows]
     return halo
 
@@ -133,7 +133,7 @@ def mixer_conv_states(
     act = _convolve(shape.d_inner, zxbcdt, halo, weights, plan, shape, keep)
     states = _new_states(plan, shape)
     name = shape.dtype.name
-    decays, run = plan.once(
+    decays, run = plan.memoize(
         ("conv states", shape), lambda: _states(slab.conv_states_kernel(name, shape.conv_width), slab, plan, shape)
     )
     x = zxbcdt[:, shape.d_inner : 2 * shape.d_inner]
@@ -147,7 +147,7 @@ def _convolve(
 ) -> Activations:
     """Convolve columns of x, B and C from `column` on, a multiple of CONV_COLUMNS; compute dt and its sums."""
     made = _activations(plan, shape, keep)
-    run = plan.once(("conv", shape, column), lambda: _conv(column, plan, shape))
+    run = plan.memoize(("conv", shape, column), lambda: _conv(column, plan, shape))
     run(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias, plan.key_ranges, *made)
     return made
 
@@ -194,7 +194,7 @@ def mixer_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array
     """
     states, slab = _new_states(plan, shape), slab_of(shape)
     name = shape.dtype.name
-    decays, run = plan.once(("states", shape), lambda: _states(slab.states_kernel(name), slab, plan, shape))
+    decays, run = plan.memoize(("states", shape), lambda: _states(slab.states_kernel(name), slab, plan, shape))
     if len(states):
         run(*_inputs(slab, (act.channels, shape.channels)), act.sums, act.leave, states)
     return states, decays
@@ -252,7 +252,7 @@ def mixer_scan(
     """Compute y of some segments, and out = y * silu(z) if there is no norm. See reference.mixer_scan."""
     reached = range(len(states))[segments]
     if reached:
-        slab, run = plan.once(("scan", shape, reached.start, reached.stop), lambda: _scan(reached, plan, shape))
+        slab, run = plan.memoize(("scan", shape, reached.start, reached.stop), lambda: _scan(reached, plan, shape))
         rows = (act.channels, shape.channels), (zxbcdt, shape.d_inner)
         count = 1 if shape.norm else 2  # a norm reads z and writes out instead of the scan
         run(*_inputs(slab, *rows[:count]), act.dt, act.sums, act.leave, states, d, *into[:count])

@@ -18,7 +18,7 @@ from thdattn.plan.plan import Plan
 
 def mixer_norm(y: Array, zxbcdt: Array, weight: Array, plan: Plan, shape: MixerShape, out: Array) -> None:
     """Write out from y and z. See reference.mixer_norm."""
-    run = plan.once(("norm", shape), lambda: _norm(plan, shape))
+    run = plan.memoize(("norm", shape), lambda: _norm(plan, shape))
     run(y, zxbcdt, weight, out)
 
 
@@ -50,7 +50,7 @@ def mixer_norm_states(
     """
     (y, act), (dzxbcdt, gradients) = made, into
     buffers = dy, *of_states = made_of_gate(plan, shape)
-    norm, states = plan.once(("norm backward", shape), lambda: (_norm_bwd(plan, shape), dstates_launch(plan, shape)))
+    norm, states = plan.memoize(("norm backward", shape), lambda: (_norm_bwd(plan, shape), dstates_launch(plan, shape)))
     norm(dout, zxbcdt, y, act.channels, weights.norm_weight, dy, dzxbcdt, gradients.of_norm,
          *partials_of(gradients, "D", shape))
     states(act.channels, dy, act.sums, plan.key_ranges, *of_states)
