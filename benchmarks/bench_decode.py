@@ -111,7 +111,7 @@ def attention(name: str) -> record.Row:
     """Measure one layout of heads over one text of LONG rows."""
     import cupy
 
-    from thdattn.engines import cuda
+    from thdattn.engines import AttentionOptions, cuda
 
     num_heads, num_kv_heads, head_dim = LAYERS[name]
     layer = thdattn.CPAttention(thdattn.comm.init("single"), num_heads, head_dim, num_kv_heads, engine="cuda")
@@ -124,7 +124,7 @@ def attention(name: str) -> record.Row:
         q, ranges = cupy.asarray(np.ones((1, num_heads, head_dim), layer.dtype)), cupy.asarray([[0, LONG]], np.int32)
 
         def attend(cache: thdattn.KVCache) -> Any:
-            return cuda.attn_decode(q, ranges, cache, layer.softmax_scale)
+            return cuda.attn_decode(q, ranges, cache, AttentionOptions(layer.softmax_scale))
 
         def copy(cache: thdattn.KVCache) -> None:
             cache.v.data.copy_from_device_async(cache.k.data, cache.k.nbytes, stream)

@@ -58,7 +58,7 @@ def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
     order = plan.rank_order
     inverse = cupy.argsort(order).astype(order.dtype)  # these packs have no padding rows
     moves: dict[str, tuple[Callable[..., Any], Any, DTypeLike]] = {
-        "to_sequence_order": (lambda k, v, plan: cuda.to_sequence_order([k], [v], plan), inverse, ml_dtypes.bfloat16),
+        "to_sequence_order": (lambda k, v, plan: cuda.to_sequence_order([[k], [v]], plan), inverse, ml_dtypes.bfloat16),
         "to_rank_order": (cuda.to_rank_order, order, np.float32),
     }
     for direction, (move, index, dtype) in moves.items():

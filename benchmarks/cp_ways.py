@@ -19,7 +19,7 @@ from workloads import Case
 
 import thdattn
 from thdattn.comm import Comm, SingleComm
-from thdattn.engines import cuda
+from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, cuda
 from thdattn.graphs import CudaGraphConfig, Graphs
 
 
@@ -133,23 +133,21 @@ class Alone:
 
     def __init__(self, layer: Layer) -> None:
         _, k, v, _ = layer.inputs
-        self.layer, self._scale = layer, layer.attention.softmax_scale
+        self.layer, self._options = layer, AttentionOptions(layer.attention.softmax_scale)
         shapes = ((layer.plan.key_rows, *x.shape[1:]) for x in (k, v))
         self._keys, self._values = (peers.normal(shape, seed) for seed, shape in enumerate(shapes, 1))
         self._sum_dtype = np.dtype(np.float32) if layer.plan.cp_size > 1 else k.dtype
 
     def forward(self) -> None:
         layer = self.layer
-        self._out, self._lse, _ = cuda.attn_fwd(
-            layer.inputs.q, self._keys, self._values, layer.plan, self._scale, False
-        )
+        inputs = ForwardInputs(layer.inputs.q, self._keys, self._values, layer.plan)
+        self._out, self._lse, _ = cuda.attn_fwd(inputs, self._options)
 
     def backward(self) -> None:
         layer = self.layer
-        self._grads = cuda.attn_bwd(
-            layer.inputs.dout, layer.inputs.q, self._keys, self._values, self._out, self._lse, layer.plan,
-            self._scale, self._sum_dtype, False,
-        )  # fmt: skip
+        inputs = BackwardInputs(
+            layer.inputs.dout, layer.inputs.q, self._keys, self._values, self._out, self._lse, layer.plan)
+        self._grads = cuda.attn_bwd(inputs, self._options, BackwardOutputs(self._sum_dtype))
 
 
 def both(layer: Timed) -> None:

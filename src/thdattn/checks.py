@@ -12,7 +12,8 @@ from thdattn.plan.plan import Plan
 
 
 def as_array(
-    engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], shape_remedy: str, dtype_remedy: str
+    engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], shape_remedy: str,
+    dtype_remedy: str,
 ) -> Any:
     """Return the engine's array of what a user passed: C-contiguous, and of this shape and dtype.
 

@@ -105,7 +105,7 @@ def test_needed_rows_travel_beside_tiles_that_need_none(monkeypatch):
     # Chunks of a tile; rank 0 has 0 and 3, rank 1 has 1 and 2: 5 tiles each. Of queries, those of chunk 0 wait for no
     # key, and rank 1 has none like that; of keys, 3 tiles of either rank are its own.
     batch, width = thdattn.PackedBatch.from_lengths([512]), 2 * 128
-    monkeypatch.setattr(group_cast, "WORTH_HIDING", 1)
+    monkeypatch.setattr(group_cast, "WORTH_OVERLAPPING", 1)
     work, way = 5 + 3 * 2, Way("all_gather", "balanced")
     for link in (256 * width * 4, 64 * width):  # sums take 1 s, beside 3 / 5 of the work, or 16 s
         seconds = cost(batch, 2, Shape(1, 1), way, PER_SECOND._replace(link=link)).seconds

@@ -223,8 +223,9 @@ def test_check_fails_on_an_engine_that_is_a_little_wrong(monkeypatch, capsys):
 def test_check_fails_on_padding_that_is_not_exactly_zero(monkeypatch, capsys):
     right = reference.attn_fwd
 
-    def wrong(q, k, v, plan, *arguments, **how):
-        out, lse, max_logit = right(q, k, v, plan, *arguments, **how)
+    def wrong(inputs, *arguments, **how):
+        out, lse, max_logit = right(inputs, *arguments, **how)
+        plan = inputs.plan
         out[plan.key_ranges[:, 0] == plan.key_ranges[:, 1]] = 1e-6  # far below every budget in bfloat16
         return out, lse, max_logit
 

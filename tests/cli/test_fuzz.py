@@ -218,8 +218,8 @@ def test_a_baseline_that_is_right_by_luck_does_not_fail_a_pack(capsys, monkeypat
     line, right, right_start = LUCKY_BASELINES[kind], reference.attn_bwd, mixers.mixer_start
     assert run_fuzz(capsys, "--case", line)[0] == 0
 
-    def without_delta(dout, q, k, v, out, *arguments, **named):
-        return right(dout, q, k, v, np.zeros_like(out), *arguments, **named)
+    def without_delta(inputs, *arguments, **named):
+        return right(inputs._replace(out=np.zeros_like(inputs.out)), *arguments, **named)
 
     def without_states(summaries, plan, shape, reverse=False):
         return right_start(summaries, plan, shape, reverse) * (not reverse)

@@ -23,7 +23,7 @@ METHODS = [("all_gather", "dual_chunk", 1), ("all_gather", "dual_chunk", 2), ("a
            ("a2a+p2p", "dual_chunk", 1), ("a2a+all_gather", "balanced", 1)]
 STEPS = {
     reference: ("empty", "attn_fwd", "attn_bwd", "to_sequence_order", "to_rank_order", "pack_rows", "place_rows",
-                "add_shares"),
+                "add_partials"),
     mixers: ("mixer_conv_states", "mixer_scan", "mixer_enter", "mixer_start", "mixer_bwd", "mixer_add_halos"),
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ from cases import (
 
 import thdattn
 from thdattn import oracle
-from thdattn.engines import reference
+from thdattn.engines import AttentionOptions, ForwardInputs, ForwardOutputs, reference
 from thdattn.packing import PackedBatch
 
 FLOAT64, FLOAT32, FLOAT16 = map(np.dtype, ("float64", "float32", "float16"))
@@ -97,7 +97,8 @@ def test_rank_without_a_valid_row_has_no_logit_of_its_own_and_the_maximum_of_all
         q, k, v, _ = (local_rows(batch, plan.rows, x, np.nan) for x in random_inputs(case, FLOAT64))
         _, saved = attention.forward(q, k, v, plan, return_max_logit=True)
         keys, values = (np.zeros((64, *x.shape[1:])) for x in (k, v))
-        alone = reference.attn_fwd(q, keys, values, plan, 1.0, True)[2]
+        _, _, alone = reference.attn_fwd(
+            ForwardInputs(q, keys, values, plan), AttentionOptions(1.0), ForwardOutputs(max_logit=True))
         return saved.max_logit, alone, (saved.lse == -np.inf).all()
 
     ranks = thdattn.comm.run_local(4, program)

@@ -15,7 +15,7 @@ from decoding import Texts, attend, attention, check_rows, decode_all, normal, p
 
 import thdattn
 from thdattn import oracle
-from thdattn.engines import reference
+from thdattn.engines import AttentionOptions, reference
 from thdattn.kernels.decode_configs import DECODE
 
 pytestmark = pytest.mark.usefixtures("poisoned_host")
@@ -87,7 +87,7 @@ def test_ranges_of_every_length_and_unread_rows_of_nan():
         for begin, end in ranges:
             there.reshape(-1, *there.shape[2:])[begin:end] = here[begin:end]
     q = normal(rng, np.float32, 5, 4, 8)
-    check_rows(reference.attn_decode(q, ranges, cache, 8**-0.5), q, k, v, ranges)
+    check_rows(reference.attn_decode(q, ranges, cache, AttentionOptions(8**-0.5)), q, k, v, ranges)
 
 
 def test_check_rows_can_fail():
@@ -233,7 +233,7 @@ def test_all_that_a_captured_decode_writes_to_lives_as_long_as_its_result_and_th
                        ("Launch", run)):
         monkeypatch.setattr(decode, name, fake)
     cache = attention((4, 2), (64, 64), BFLOAT16, engine="reference").cache(2, 4000)
-    out, _ = decode.attn_decode(np.zeros((2, 4, 64), BFLOAT16), None, cache, 0.125)
+    out, _ = decode.attn_decode(np.zeros((2, 4, 64), BFLOAT16), None, cache, AttentionOptions(0.125))
     del _
     assert len(made) == 5 and all(x() is not None for x in made)
     assert out.shape == (2, 4, 64)

@@ -8,6 +8,7 @@ from cases import BFLOAT16, to_host
 from decoding import Texts, attention, check_rows, decode_all, normal, poison
 
 import thdattn
+from thdattn.engines import AttentionOptions
 from thdattn.kernels.configs import TILES
 from thdattn.kernels.decode_configs import DECODE
 
@@ -37,7 +38,8 @@ def run_ranges(cupy, layer, capacity, ranges, seed=0):
     for there, here in ((cache.k, k), (cache.v, v)):
         here = np.where(read[:, None, None], here, layer.dtype.type(np.nan))
         there.set(here.reshape(there.shape))
-    return cuda.attn_decode(cupy.asarray(q), cupy.asarray(ranges), cache, layer.softmax_scale), q, k, v
+    options = AttentionOptions(layer.softmax_scale)
+    return cuda.attn_decode(cupy.asarray(q), cupy.asarray(ranges), cache, options), q, k, v
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)

@@ -48,8 +48,8 @@ def test_both_directions_move_every_byte_as_numpy_does(cupy, case, cp_size, dtyp
     owned = here.rank_order[here.rank_order >= 0]
     for k_shape, v_shape in WIDTHS:
         k, v = (distinct(len(here.rank_order), shape, dtype, i) for i, shape in enumerate((k_shape, v_shape)))
-        wanted = reference.to_sequence_order([k], [v], here)
-        moved = cuda.to_sequence_order([cupy.asarray(k)], [cupy.asarray(v)], there)
+        wanted = reference.to_sequence_order([[k], [v]], here)
+        moved = cuda.to_sequence_order([[cupy.asarray(k)], [cupy.asarray(v)]], there)
         for x, y in zip(moved, wanted, strict=True):
             assert x.shape == y.shape and x.dtype == dtype
             y[here.query_ranges[:, 0] == here.query_ranges[:, 1]] = 0  # rows that no local query sees
@@ -74,7 +74,7 @@ def test_the_kernel_that_meets_other_ranks_offers_and_collects(cupy, case, cp_si
     owned, rows = here.rank_order[here.rank_order >= 0], here.local_key_rows
     for k_shape, v_shape in WIDTHS:
         values = [distinct(len(here.rank_order), shape, BFLOAT16, i) for i, shape in enumerate((k_shape, v_shape))]
-        wanted = reference.to_sequence_order(*([x] for x in values), here)
+        wanted = reference.to_sequence_order([[x] for x in values], here)
         own, parts, offered = [cupy.asarray(x[:rows]) for x in values], [], []
         for x, mine in zip(values, own, strict=True):
             parts.append([cupy.asarray(x[rank * rows :][:rows]) for rank in range(cp_size)])
@@ -86,7 +86,7 @@ def test_the_kernel_that_meets_other_ranks_offers_and_collects(cupy, case, cp_si
         mine[:, 16], mine[1:, chunks], counts, marks = 1, 1, cupy.zeros(2, np.uint32), cupy.zeros(2, np.uint32)
         places = [*(x.data.ptr for x in theirs), *[0] * (MAX_RANKS - cp_size)]
         flags = np.array((places, mine.data.ptr, counts.data.ptr, 0, cp_size, takes), PEER_EXCHANGE)[()]
-        moved = cuda.to_sequence_order(*parts, there, own=own, peer_exchange=PeerExchange(flags, to, marks.data.ptr, 7))
+        moved = cuda.to_sequence_order(parts, there, own=own, peer_exchange=PeerExchange(flags, to, marks.data.ptr, 7))
         for x, y, its, places_of_it in zip(moved, wanted, own, offered, strict=True):
             y[here.query_ranges[:, 0] == here.query_ranges[:, 1]] = 0  # rows that no local query sees
             assert x.get()[owned].tobytes() == y[owned].tobytes()
@@ -120,7 +120,7 @@ def test_there_and_back_is_where_it_was(cupy):
     case = next(case for case in SMALL if case.name == "edge-lengths")
     _, plan = engines_and_plans(case, 4)
     k, v = (distinct(plan.key_rows, (2, 64), BFLOAT16, i) for i in (0, 5))
-    back = cuda.to_sequence_order(*([x] for x in cuda.to_rank_order(cupy.asarray(k), cupy.asarray(v), plan)), plan)
+    back = cuda.to_sequence_order([[x] for x in cuda.to_rank_order(cupy.asarray(k), cupy.asarray(v), plan)], plan)
     seen = cupy.asnumpy(plan.query_ranges[:, 0] < plan.query_ranges[:, 1])
     assert seen.any() and not seen.all()
     for x, y in zip(back, (k, v), strict=True):

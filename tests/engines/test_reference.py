@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thdattn import oracle
-from thdattn.engines import reference
+from thdattn.engines import (
+    AttentionOptions,
+    BackwardInputs,
+    BackwardOutputs,
+    ForwardInputs,
+    ForwardOutputs,
+    reference,
+)
 from thdattn.engines.reference import blocks as host_blocks
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -85,10 +92,11 @@ def run(q, k, v, dout, plan, softmax_scale=0.3, kv_grad_dtype=None):
     """Forward and backward; any warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        out, lse, max_logit = reference.attn_fwd(q, k, v, plan, softmax_scale, True)
+        options = AttentionOptions(softmax_scale)
+        out, lse, max_logit = reference.attn_fwd(
+            ForwardInputs(q, k, v, plan), options, ForwardOutputs(max_logit=True))
         grads = reference.attn_bwd(
-            dout, q, k, v, out, lse, plan, softmax_scale, kv_grad_dtype or k.dtype, deterministic=False
-        )
+            BackwardInputs(dout, q, k, v, out, lse, plan), options, BackwardOutputs(kv_grad_dtype or k.dtype))
     return SimpleNamespace(out=out, lse=lse, max_logit=max_logit, dq=grads[0], dk=grads[1], dv=grads[2])
 
 
@@ -174,7 +182,8 @@ def test_poison_in_padding_changes_no_bit(poison, dtype, causal, window):
     poisoned = run(q, k, v, dout, plan)
     out = clean.out.copy()
     out[padding] = poison
-    grads = reference.attn_bwd(dout, q, k, v, out, clean.lse, plan, 0.3, dtype, deterministic=True)
+    grads = reference.attn_bwd(
+        BackwardInputs(dout, q, k, v, out, clean.lse, plan), AttentionOptions(0.3), BackwardOutputs(dtype))
     for field in ("out", "lse", "max_logit", "dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(poisoned, field), getattr(clean, field))
     for x, field in zip(grads, ("dq", "dk", "dv"), strict=True):
@@ -190,14 +199,15 @@ def test_gradients_of_keys_go_to_the_ranks_that_own_them():
     wanted = run(q, k, v, dout, plan)
     owners = np.random.default_rng(1).integers(-1, 3, plan.key_rows)
     places = np.stack([owners, [np.sum(owners[:row] == owner) for row, owner in enumerate(owners)]], axis=1)
-    of = [[np.full((plan.key_rows, *x.shape[1:]), np.nan) for _ in range(3)] for x in (k, v)]
-    made = wanted.out, wanted.lse, plan, 0.3, np.float64, True
-    _, *rest = reference.attn_bwd(dout, q, k, v, *made, homes=(of, places))
+    partials = [[np.full((plan.key_rows, *x.shape[1:]), np.nan) for _ in range(3)] for x in (k, v)]
+    inputs = BackwardInputs(dout, q, k, v, wanted.out, wanted.lse, plan)
+    outputs = BackwardOutputs(np.float64, owners=(partials, places))
+    _, *rest = reference.attn_bwd(inputs, AttentionOptions(0.3), outputs)
     assert rest == [None, None]
-    for homes, x in zip(of, (wanted.dk, wanted.dv), strict=True):
-        for rank, home in enumerate(homes):
-            np.testing.assert_array_equal(home[: np.sum(owners == rank)], x[owners == rank])
-            assert np.isnan(home[np.sum(owners == rank) :]).all(), "nothing else is written"
+    for ranks, x in zip(partials, (wanted.dk, wanted.dv), strict=True):
+        for rank, theirs in enumerate(ranks):
+            np.testing.assert_array_equal(theirs[: np.sum(owners == rank)], x[owners == rank])
+            assert np.isnan(theirs[np.sum(owners == rank) :]).all(), "nothing else is written"
 
 
 @pytest.mark.parametrize("rows", [0, 5])
@@ -216,7 +226,7 @@ def test_without_a_visible_key_everything_is_zero(rows):
 def test_max_logit_only_when_asked_for():
     batch = batch_of([(4, 4)])
     q, k, v, _ = random_inputs(batch.total_rows)
-    assert reference.attn_fwd(q, k, v, brute_force_plan(batch), 1.0, False)[2] is None
+    assert reference.attn_fwd(ForwardInputs(q, k, v, brute_force_plan(batch)), AttentionOptions(1.0))[2] is None
 
 
 @pytest.mark.parametrize(("sign", "winners"), [(-1, slice(0, 1)), (1, slice(1, 30))])
@@ -250,7 +260,7 @@ def test_order_moves_worked_by_hand(dtype):
     # Two ranks of 3 rows; rank 0 has rows 0 and 3, rank 1 rows 1 and 4; nobody owns rows 2 and 5.
     plan = SimpleNamespace(rank_order=np.array([0, 3, -1, 1, 4, -1], np.int32), key_rows=6, buffer=buffer)
     gathered = np.array([10, 13, np.nan, 11, 14, np.nan]).astype(dtype).reshape(6, 1, 1)
-    k, v = reference.to_sequence_order([gathered], [2 * gathered.repeat(2, axis=2)], plan)
+    k, v = reference.to_sequence_order([[gathered], [2 * gathered.repeat(2, axis=2)]], plan)
     assert k.dtype == v.dtype == dtype
     assert k.ravel().tolist() == [10, 11, 0, 13, 14, 0]
     assert v[:, 0, 1].tolist() == [20, 22, 0, 26, 28, 0]
@@ -268,7 +278,7 @@ def test_order_moves_are_inverse_on_owned_rows(owned, fillers, seed):
     plan = SimpleNamespace(rank_order=rank_order, key_rows=owned, buffer=buffer)
     k, v = rng.standard_normal((owned, 2, 3)), rng.standard_normal((owned, 1, 2))
     there = reference.to_rank_order(k, v, plan)
-    back = reference.to_sequence_order(*([x] for x in there), plan)
+    back = reference.to_sequence_order([[x] for x in there], plan)
     np.testing.assert_array_equal(back[0], k)
     np.testing.assert_array_equal(back[1], v)
     assert not there[0][rank_order < 0].any() and not there[1][rank_order < 0].any()

@@ -28,7 +28,7 @@ extern "C" __global__ void spin(long long cycles) {
 }
 """
 LONGEST = 500_000  # clock cycles: some 300 us
-ENGINE = "attn_fwd", "attn_bwd", "to_sequence_order", "to_rank_order", "pack_rows", "add_shares"
+ENGINE = "attn_fwd", "attn_bwd", "to_sequence_order", "to_rank_order", "pack_rows", "add_partials"
 # Those that nothing is gathered for: cp_comm_type, sharding, groups of heads.
 METHODS = (("a2a", "contiguous", 1), ("a2a", "contiguous", 2), ("a2a", "dual_chunk", 2), ("all_gather", "balanced", 1),
            ("p2p", "dual_chunk", 1))  # fmt: skip

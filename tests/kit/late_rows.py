@@ -30,5 +30,5 @@ def come_late(monkeypatch: Any) -> None:
 
 def hide_all(monkeypatch: Any) -> None:
     """Every exchange of needed rows is hidden, however little travels and whatever the comm can do."""
-    monkeypatch.setattr(group_cast, "is_worth_hiding", lambda *_: True)
+    monkeypatch.setattr(group_cast, "is_worth_overlapping", lambda *_: True)
     monkeypatch.setattr(transport, "WORTH_COPYING", 0)

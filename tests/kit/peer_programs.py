@@ -21,9 +21,10 @@ from thdattn.comm import no_wait, overlap, slices
 from thdattn.comm.peer import exchange as exchange_launcher
 from thdattn.comm.peer import layout, reduce, transport, windows
 from thdattn.comm.slices import SliceSpec, copy
+from thdattn.engines import AttentionOptions, BackwardInputs, ForwardInputs
 from thdattn.jit.structs import RANK_FLAGS
 from thdattn.methods import all_gather
-from thdattn.methods.base import Call, Tensors
+from thdattn.methods.base import MethodOptions
 from thdattn.plan.buffers import Buffers
 
 HEADS, WIDTH = 4, 2
@@ -64,7 +65,7 @@ class Engine:
             self.fails = ""
             raise MemoryError
 
-    def to_sequence_order(self, k_parts, v_parts, plan, into, own, peer_exchange):
+    def to_sequence_order(self, sources, plan, into, own, peer_exchange):
         def move(outs, sources, own):
             for out, parts, mine in zip(outs, sources, own or (None, None), strict=True):
                 rows = np.concatenate(parts)
@@ -74,43 +75,45 @@ class Engine:
 
         first = plan.cp_rank * plan.local_key_rows
         outs = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
-                        for name, parts in (("k", k_parts), ("v", v_parts))]  # fmt: skip
+                        for name, parts in zip("kv", sources, strict=True)]  # fmt: skip
         if peer_exchange is None:
-            self.machine.stream.launch(move, outs, (k_parts, v_parts), own)
+            self.machine.stream.launch(move, outs, sources, own)
         else:
             rows = plan.local_key_rows
             whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
-            arrays = addresses([outs, (k_parts, v_parts), whole])
+            arrays = addresses([outs, sources, whole])
             meet(self.machine.stream, Gathered(plan.rank_order, rows, *arrays, peer_exchange.to), peer_exchange.flags)
         return outs
 
-    def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks, groups):
+    def attn_fwd(self, inputs, options, outputs):
         def attend(out, q, k, v):
             out[...] = q + mix(k) - mix(v)
 
         self._may_fail("attention")
-        self.machine.stream.launch(attend, into[0], q, k, v)
-        return *into, None
+        self.machine.stream.launch(attend, outputs.arrays[0], inputs.q, inputs.k, inputs.v)
+        return *outputs.arrays, None
 
-    def attn_bwd(self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into, softcap, homes,
-                 groups):
+    def attn_bwd(self, inputs, options, outputs):
         def attend(dq, dk, dv, dout, k, v, out):
             dq[...], dk[...], dv[...] = out + dout, k + mix(dout), v * mix(dout)
 
-        def go_home(of, places, *shares):
-            for homes, x in zip(of, shares, strict=True):
-                for rank, home in enumerate(homes[: plan.cp_size]):
+        def send_to_owners(partials, places, *grads):
+            for owners, x in zip(partials, grads, strict=True):
+                for rank, address in enumerate(owners[: plan.cp_size]):
                     mine = places[:, 0] == rank
-                    there = at(int(home), (plan.local_key_rows, *x.shape[1:]), np.float32)
+                    there = at(int(address), (plan.local_key_rows, *x.shape[1:]), np.float32)
                     there[places[mine, 1]] = x[mine]
 
         self._may_fail("attention")
-        dk, dv = (plan.buffer(name, k.shape, dtype, (len(k), max(groups), WIDTH)) for name in ("dk", "dv"))
-        self.machine.stream.launch(attend, into[0], dk, dv, dout, k, v, out)
-        if homes is None:
-            return into[0], dk, dv
-        self.machine.stream.launch(go_home, homes[0]["of"].copy(), homes[1].copy(), dk, dv)
-        return into[0], None, None
+        dout, _, k, v, out, _, plan = inputs
+        most = len(k), max(options.head_groups), WIDTH
+        dk, dv = (plan.buffer(name, k.shape, outputs.kv_dtype, most) for name in ("dk", "dv"))
+        self.machine.stream.launch(attend, outputs.dq, dk, dv, dout, k, v, out)
+        if outputs.owners is None:
+            return outputs.dq, dk, dv
+        partials, places = outputs.owners
+        self.machine.stream.launch(send_to_owners, partials["of"].copy(), places.copy(), dk, dv)
+        return outputs.dq, None, None
 
     def nan_if_invalid(self, plan, *results):
         """Lengths are right."""
@@ -118,20 +121,20 @@ class Engine:
 
 class Plan:
     def __init__(self, engine, rank, size, local_rows):
-        self._engine, self._kept, self._buffers = engine, {}, Buffers()
+        self.engine, self._kept, self._buffers = engine, {}, Buffers()
         self.cp_rank, self.cp_size, self.local_key_rows, self.key_rows = rank, size, local_rows, size * local_rows
         self.rank_order = np.random.default_rng(local_rows).permutation(self.key_rows)
         self.rows = engine.empty((local_rows,), np.int64)
         engine.machine.stream.launch(np.copyto, self.rows, self.rank_order[rank * local_rows :][:local_rows])
 
-    def once(self, key, make):
+    def memoize(self, key, make):
         return self._kept[key] if key in self._kept else self._kept.setdefault(key, make())
 
     def make(self, launches):
         launches()
 
     def buffer(self, name, shape, dtype, room=None):
-        return self._buffers.get(self._engine.poisoned, name, shape, dtype, room)
+        return self._buffers.get(self.engine.poisoned, name, shape, dtype, room)
 
 
 # --- a rank's program --------------------------------------------------------------------------------------------
@@ -160,20 +163,19 @@ class Layer:
 
     def gather(self, groups, at_once=False):
         program, (_, k, v, _) = self.program, self.inputs
-        return all_gather.gather(program.engine, program.comm, self.plan, k, v, groups, at_once)
+        return all_gather.gather(program.comm, self.plan, k, v, groups, at_once)
 
     def forward(self, keys, keeps=False):
-        call = Call(1.0, deterministic=True, keeps_keys=keeps)
-        self.out, self.lse, _, self.kept = all_gather.forward(
-            self.program.engine, self.program.comm, self.plan, *self.inputs[:3], call, False, keys)
+        options = MethodOptions(AttentionOptions(1.0, deterministic=True), keep_keys=keeps)
+        inputs = ForwardInputs(*self.inputs[:3], self.plan)
+        self.out, self.lse, _, self.kept = all_gather.forward(self.program.comm, inputs, options, False, keys)
         return {"out": self.out}
 
     def backward(self, keys, at_once):
         q, k, v, dout = self.inputs
-        saved = Tensors(q, k, v, self.out, self.lse, self.kept)
-        call = Call(1.0, deterministic=True)
-        dq, self.sums = all_gather.backward(
-            self.program.engine, self.program.comm, self.plan, dout, saved, call, at_once, keys)
+        inputs = BackwardInputs(dout, q, k, v, self.out, self.lse, self.plan)
+        options = MethodOptions(AttentionOptions(1.0, deterministic=True))
+        dq, self.sums = all_gather.backward(self.program.comm, inputs, options, self.kept, at_once, keys)
         return {"dq": dq}
 
     def dk_dv(self):

@@ -137,8 +137,8 @@ def test_needed_rows_are_packed_and_put_in_order_as_numpy_does(cupy, name, dtype
             reference.pack_rows(own, here.arrays.sends, into)
             cuda.pack_rows(own_there, there.arrays.sends, into_there)
             received = random_rows(rng, here.first_own, shapes, dtype)
-            keys = reference.to_sequence_order(*([x] for x in received), here, own=own)
-            keys_there = cuda.to_sequence_order(*([cupy.asarray(x)] for x in received), there, own=own_there)
+            keys = reference.to_sequence_order([[x] for x in received], here, own=own)
+            keys_there = cuda.to_sequence_order([[cupy.asarray(x)] for x in received], there, own=own_there)
             for x, y in zip((*into, *keys), (*into_there, *keys_there), strict=True):
                 assert y.get().tobytes() == x.tobytes()
 
@@ -158,8 +158,8 @@ def test_shares_of_gradients_are_added_up_as_numpy_does(cupy, name, cp_size, dty
             results = [np.ones((here.local_rows, 6, width), dtype) for _, width in shapes]
             results_there = [cupy.ones(x.shape, dtype) for x in results]
             heads = slice(2, 2 + shapes[0][0])
-            reference.add_shares(own, back, here, [x[:, heads] for x in results])
-            cuda.add_shares([cupy.asarray(x) for x in own], [cupy.asarray(x) for x in back], there,
+            reference.add_partials(own, back, here, [x[:, heads] for x in results])
+            cuda.add_partials([cupy.asarray(x) for x in own], [cupy.asarray(x) for x in back], there,
                            [x[:, heads] for x in results_there])
             for x, y in zip(results, results_there, strict=True):
                 assert y.get().tobytes() == x.tobytes(), "other heads stay as they were"

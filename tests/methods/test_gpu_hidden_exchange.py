@@ -11,6 +11,7 @@ from late_rows import come_late, hide_all
 from ways import Way, run_way
 
 from thdattn import PackedBatch, Sharding
+from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
 from thdattn.kernels.configs import TILES
 from thdattn.plan.plan import Plan
 
@@ -92,6 +93,9 @@ def plan_and_inputs(cupy, dims, cp_rank=0):
     return plan, arrays, foreign
 
 
+OPTIONS, FLOAT32 = AttentionOptions(0.1), np.dtype(np.float32)
+
+
 def nan_rows(x):
     return np.isnan(x.reshape(len(x), -1)).all(axis=1)
 
@@ -103,8 +107,8 @@ def test_halfway_all_tiles_of_queries_that_need_no_other_rank_are_done(cupy, ker
     plan, (q, k, v, _), (foreign, _) = plan_and_inputs(cupy, dims)
     out, lse = cuda.empty((len(q), 8, dims[1]), q.dtype), cuda.empty((8, len(q)), np.float32)
     before = []
-    cuda.attn_fwd(q, k, v, plan, 0.1, True, (out, lse), halfway=lambda: before.append(
-        (out.get().astype(np.float32), lse.get().T)))
+    cuda.attn_fwd(ForwardInputs(q, k, v, plan), OPTIONS, ForwardOutputs((out, lse), max_logit=True),
+                  lambda: before.append((out.get().astype(np.float32), lse.get().T)))
     for half, whole in zip(before[0], (out.get().astype(np.float32), lse.get().T), strict=True):
         np.testing.assert_array_equal(nan_rows(half), foreign)
         np.testing.assert_array_equal(half[~foreign], whole[~foreign])
@@ -116,12 +120,12 @@ def test_halfway_all_tiles_of_keys_of_other_ranks_have_their_gradients(cupy, ker
     from thdattn.engines import cuda
 
     plan, (q, k, v, dout), (_, foreign) = plan_and_inputs(cupy, dims)
-    out, lse, _ = cuda.attn_fwd(q, k, v, plan, 0.1, False)
+    out, lse, _ = cuda.attn_fwd(ForwardInputs(q, k, v, plan), OPTIONS)
     before = []
-    dq, *shares = cuda.attn_bwd(dout, q, k, v, out, lse, plan, 0.1, np.float32, False,
-                               halfway=lambda *shares: before.append([x.get() for x in shares]))
+    dq, *grads = cuda.attn_bwd(BackwardInputs(dout, q, k, v, out, lse, plan), OPTIONS, BackwardOutputs(FLOAT32),
+                               lambda *grads: before.append([x.get() for x in grads]))
     assert not np.isnan(dq.get().astype(np.float32)).any()
-    for half, whole in zip(before[0], (x.get() for x in shares), strict=True):
+    for half, whole in zip(before[0], (x.get() for x in grads), strict=True):
         np.testing.assert_array_equal(nan_rows(half), ~foreign)
         np.testing.assert_array_equal(half[foreign], whole[foreign])
         assert not np.isnan(whole).any()
@@ -133,14 +137,16 @@ def test_rows_that_no_other_rank_has_are_rounded_by_the_kernel(cupy, kernels, di
     from thdattn.engines import cuda
 
     plan, (q, k, v, dout), _ = plan_and_inputs(cupy, dims)
-    out, lse, _ = cuda.attn_fwd(q, k, v, plan, 0.1, False)
+    out, lse, _ = cuda.attn_fwd(ForwardInputs(q, k, v, plan), OPTIONS)
 
-    def shares(**options):
-        return cuda.attn_bwd(dout, q, k, v, out, lse, plan, 0.1, np.float32, deterministic, **options)
+    def grads(**outputs):
+        options = OPTIONS._replace(deterministic=deterministic)
+        return cuda.attn_bwd(
+            BackwardInputs(dout, q, k, v, out, lse, plan), options, BackwardOutputs(FLOAT32, **outputs))[1:]
 
     rounded = [cuda.empty((plan.local_rows, 2, width), BFLOAT16) for width in dims]
-    into = cuda.empty(q.shape, q.dtype), [cuda.empty((plan.key_rows, 2, width), np.float32) for width in dims]
-    whole, others = [x.get() for x in shares()[1:]], [x.get() for x in shares(into=into, rounded=rounded)[1:]]
+    into = [cuda.empty((plan.key_rows, 2, width), np.float32) for width in dims]
+    whole, others = [x.get() for x in grads()], [x.get() for x in grads(dk_dv=into, own_rows=rounded)]
     places = plan.arrays.places.get()
     mine = places >= 0
     assert 0 < mine.sum() < len(mine)

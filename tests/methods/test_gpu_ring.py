@@ -9,6 +9,7 @@ import pytest
 from cases import BFLOAT16, DIMS, assert_same_bits, on_engines, to_host
 
 import thdattn
+from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
 from thdattn.kernels.configs import TILES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
@@ -44,11 +45,12 @@ def test_engine_merges_with_what_is_there(cupy, dims, deterministic):
 
     q, k, v, dout = (random(rows, n, width) for n, width in zip(
         (heads, kv_heads, kv_heads, heads), (*dims[:1] * 2, *dims[1:] * 2), strict=True))
-    alone, lse, _ = cuda.attn_fwd(q, k, v, plan, 0.1, False)
+    options = AttentionOptions(0.1, deterministic=deterministic)
+    alone, lse, _ = cuda.attn_fwd(ForwardInputs(q, k, v, plan), options)
     others, others_lse = draw.standard_normal(alone.shape), 3 * draw.standard_normal(lse.shape)
     others[::3], others_lse[:, ::3] = 0, -np.inf  # those that have seen nothing yet
     into = cupy.asarray(others.astype(np.float32)), cupy.asarray(others_lse.astype(np.float32))
-    cuda.attn_fwd(q, k, v, plan, 0.1, False, into, merge=True)
+    cuda.attn_fwd(ForwardInputs(q, k, v, plan), options, ForwardOutputs(into, accumulate=True))
     mine, mine_lse = to_host(alone).astype(np.float64), to_host(lse).astype(np.float64)
     both = np.logaddexp(mine_lse, others_lse)
     with np.errstate(invalid="ignore"):
@@ -59,11 +61,12 @@ def test_engine_merges_with_what_is_there(cupy, dims, deterministic):
     assert (np.abs(to_host(into[0]) - sum(parts)) <= rounded + 1e-5 * (1 + np.abs(others))).all()
     assert (np.isneginf(both).any(), (~np.isneginf(mine_lse) & np.isneginf(others_lse)).any()) == (True, True)
 
-    dq = cuda.attn_bwd(dout, q, k, v, alone, lse, plan, 0.1, np.float32, deterministic)[0].copy()
+    inputs = BackwardInputs(dout, q, k, v, alone, lse, plan)
+    dq = cuda.attn_bwd(inputs, options, BackwardOutputs(np.dtype(np.float32)))[0].copy()
     start = cupy.asarray(draw.standard_normal(q.shape).astype(np.float32))
     added = start.copy()
-    shares = [cupy.empty(x.shape, np.float32) for x in (k, v)]
-    cuda.attn_bwd(dout, q, k, v, alone, lse, plan, 0.1, np.float32, deterministic, (added, shares), merge=True)
+    partials = [cupy.empty(x.shape, np.float32) for x in (k, v)]
+    cuda.attn_bwd(inputs, options, BackwardOutputs(np.dtype(np.float32), added, partials, accumulate=True))
     dq = to_host(dq).astype(np.float64)
     np.testing.assert_allclose(to_host(added), to_host(start) + dq, rtol=0, atol=2**-8 * np.abs(dq).max() + 1e-6)
     unseen = (to_host(plan.key_ranges)[:, 0] >= to_host(plan.key_ranges)[:, 1])

@@ -17,7 +17,7 @@ from ways import Way, run_way
 import thdattn
 from thdattn import Sharding
 from thdattn.comm.local import LocalComm
-from thdattn.engines import reference
+from thdattn.engines import NEW_ARRAYS, reference
 from thdattn.methods import group_cast
 
 FLOAT64 = np.dtype("float64")
@@ -87,10 +87,10 @@ def attended(monkeypatch, case):
     """Of each of two ranks, how many rows it attends to, and None where it begins to place what came."""
     events, attn_fwd, place_rows = defaultdict(list), reference.attn_fwd, reference.place_rows
 
-    def rows(q, *args, **options):
-        if not options.get("halfway"):
-            events[threading.get_ident()].append(len(q))
-        return attn_fwd(q, *args, **options)
+    def rows(inputs, options, outputs=NEW_ARRAYS, on_first_part=None):
+        if on_first_part is None:
+            events[threading.get_ident()].append(len(inputs.q))
+        return attn_fwd(inputs, options, outputs, on_first_part)
 
     def placed(xs, order, plan, into):
         if xs[0].strides[0] and len(order) == plan.routes.num_received:
@@ -127,7 +127,7 @@ def test_much_is_hidden_where_it_travels_beside_kernels(monkeypatch, small_tiles
     case = Case("documents", (700, 90, 3, 60, 60, 33), heads=(1, 1), dims=(8, 8))
     sharding = Sharding(case.batch(2), 2, "balanced")
     received = [plan_of(sharding, rank, (-1, 0)).routes.num_received * 2 * 8 * FLOAT64.itemsize for rank in (0, 1)]
-    monkeypatch.setattr(group_cast, "WORTH_HIDING", received[0] + more)
+    monkeypatch.setattr(group_cast, "WORTH_OVERLAPPING", received[0] + more)
     monkeypatch.setattr(LocalComm, "overlaps", overlaps)
     events, plan = attended(monkeypatch, case)[0]
     assert received[0] and (events == [None, plan.local_rows]) == (not overlaps or more > 0)
@@ -137,16 +137,16 @@ def test_much_is_hidden_where_it_travels_beside_kernels(monkeypatch, small_tiles
 def test_gradients_hide_where_some_rank_gets_many_of_its_rows(monkeypatch, more):
     halves, attn_bwd = [], reference.attn_bwd
 
-    def noted(*args, halfway=None, **options):
-        halves.append(halfway is not None)
-        return attn_bwd(*args, halfway=halfway, **options)
+    def noted(inputs, options, outputs, on_first_part=None):
+        halves.append(on_first_part is not None)
+        return attn_bwd(inputs, options, outputs, on_first_part)
 
     monkeypatch.setattr(reference, "attn_bwd", noted)
     monkeypatch.setattr(LocalComm, "overlaps", True)
     case = Case("documents", (754, 225, 387, 846, 461, 156, 284, 3031), heads=(1, 1), dims=(8, 8), window=(2133, 0))
     table = plan_of(Sharding(case.batch(3), 3, "balanced"), 0, case.window).routes.table
     assert table[:, 0].sum() > table.sum(axis=1).max(), "rank 0 sends back more than any rank gets"
-    monkeypatch.setattr(group_cast, "WORTH_HIDING", int(table.sum(axis=1).max()) * 2 * 8 * FLOAT64.itemsize + more)
+    monkeypatch.setattr(group_cast, "WORTH_OVERLAPPING", int(table.sum(axis=1).max()) * 2 * 8 * FLOAT64.itemsize + more)
 
     def program(comm):
         layer = case.attention(comm, FLOAT64, engine="reference")

@@ -18,7 +18,7 @@ def received(way, case, keep_keys):
     def program(comm):
         layer = attention(case, way, comm, BFLOAT16, engine="reference", keep_keys=keep_keys)
         plan = layer.plan(way.batch(case), way.sharding)
-        comms = {id(each): each for each in (layer.comm, *(layer._choice.levels or ()))}.values()
+        comms = {id(each): each for each in (layer.comm, *(layer._selection.levels or ()))}.values()
         *qkv, dout = inputs_of(case, plan, BFLOAT16)
         counts = [sum(each.received_bytes for each in comms)]
         _, saved = layer.forward(*qkv, plan)

@@ -23,22 +23,22 @@ from cases import (
 
 import thdattn
 from thdattn import oracle
-from thdattn.engines import reference
+from thdattn.engines import AttentionOptions, BackwardInputs, ForwardInputs, ForwardOutputs, reference
 from thdattn.methods import p2p
-from thdattn.methods.base import Call, Tensors
+from thdattn.methods.base import MethodOptions
 from thdattn.plan.memory import Layer
 
 FLOAT64, FLOAT32, FLOAT16 = map(np.dtype, ("float64", "float32", "float16"))
 RING_SIZES = (1, 2, 3, 4, 8)
 
 
-def ring_forward(engine, comm, plan, q, k, v, scale, return_max_logit):
-    return p2p.forward(engine, comm, plan, q, k, v, Call(scale, False), return_max_logit)[:3]
+def ring_forward(comm, plan, q, k, v, scale, max_logit):
+    return p2p.forward(comm, ForwardInputs(q, k, v, plan), MethodOptions(AttentionOptions(scale)), max_logit)[:3]
 
 
-def ring_backward(engine, comm, plan, dout, q, k, v, out, lse, scale, deterministic):
-    saved = Tensors(q, k, v, out, lse, None)
-    dq, dk_dv = p2p.backward(engine, comm, plan, dout, saved, Call(scale, deterministic), True)
+def ring_backward(comm, inputs, scale, deterministic):
+    options = MethodOptions(AttentionOptions(scale, deterministic=deterministic))
+    dq, dk_dv = p2p.backward(comm, inputs, options, None, True)
     return dq, *dk_dv()
 
 
@@ -98,7 +98,8 @@ def merged(ranges: list[list[tuple[int, int]]]) -> tuple[Any, Any]:
     out, lse = np.zeros((2, 2, 4)), np.full((2, 2), -np.inf)
     for each in ranges:
         plan = type("Ranges", (), {"key_ranges": np.array(each, np.int32)})
-        reference.attn_fwd(q, k, v, plan, 0.7, False, (out, lse), merge=True)
+        reference.attn_fwd(
+            ForwardInputs(q, k, v, plan), AttentionOptions(0.7), ForwardOutputs((out, lse), accumulate=True))
     return out, lse
 
 
@@ -127,9 +128,9 @@ def test_keys_travel_once_round_in_the_forward_and_with_their_sums_in_the_backwa
         plan = case.attention(comm, BFLOAT16, engine="reference").plan(batch)
         q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, BFLOAT16))
         before = comm.received_bytes
-        out, lse, _ = ring_forward(reference, comm, plan, q, k, v, 1.0, False)
+        out, lse, _ = ring_forward(comm, plan, q, k, v, 1.0, False)
         forward = comm.received_bytes - before
-        ring_backward(reference, comm, plan, dout, q, k, v, out, lse, 1.0, False)
+        ring_backward(comm, BackwardInputs(dout, q, k, v, out, lse, plan), 1.0, False)
         return plan.local_rows, forward, comm.received_bytes - before - forward
 
     for rows, forward, backward in thdattn.comm.run_local(cp_size, program):
@@ -157,11 +158,11 @@ def test_what_an_attention_hides_is_sent_before_it():
         plan = case.attention(comm, FLOAT32, engine="reference").plan(batch)
         q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, FLOAT32))
         record = []
-        engine = Recorder(reference, {"attn_fwd": "attention", "attn_bwd": "attention"}, record)
+        plan = replace(plan, engine=Recorder(reference, {"attn_fwd": "attention", "attn_bwd": "attention"}, record))
         ring = Recorder(comm, {"exchange": "send"}, record)
-        out, lse, _ = ring_forward(engine, ring, plan, q, k, v, 1.0, False)
+        out, lse, _ = ring_forward(ring, plan, q, k, v, 1.0, False)
         forward, record[:] = list(record), []
-        ring_backward(engine, ring, plan, dout, q, k, v, out, lse, 1.0, False)
+        ring_backward(ring, BackwardInputs(dout, q, k, v, out, lse, plan), 1.0, False)
         return forward, record
 
     for forward, backward in thdattn.comm.run_local(3, program):
@@ -183,11 +184,11 @@ def test_memory_says_what_calls_make(name, cp_size):
         attention = case.attention(comm, BFLOAT16, engine="reference")
         plan = attention.plan(batch)
         layer = Layer(*case.heads, BFLOAT16, False, 1, False)
-        said = p2p.memory(reference, comm, replace(plan, arrays=thdattn.plan.plan.NO_ARRAYS), layer)
+        said = p2p.memory(comm, replace(plan, arrays=thdattn.plan.plan.NO_ARRAYS), layer)
         q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, BFLOAT16))
-        out, lse, _ = ring_forward(reference, comm, plan, q, k, v, 1.0, False)
+        out, lse, _ = ring_forward(comm, plan, q, k, v, 1.0, False)
         forward = plan.held_bytes()
-        gradients = ring_backward(reference, comm, plan, dout, q, k, v, out, lse, 1.0, False)
+        gradients = ring_backward(comm, BackwardInputs(dout, q, k, v, out, lse, plan), 1.0, False)
         made = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
         assert said.saved == {name: x.nbytes for name, x in made.items()}
         assert said.grads == {name: x.nbytes for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}
@@ -203,7 +204,7 @@ def test_a_ring_of_eight_takes_a_third_of_the_all_gather():
     def program(comm):
         attention = thdattn.CPAttention(comm, 32, 128, 8, engine="reference", head_groups=1)
         plan = replace(attention.plan(batch), arrays=thdattn.plan.plan.NO_ARRAYS)
-        ring = p2p.memory(reference, comm, plan, Layer(32, 8, BFLOAT16, False, 1, False))
+        ring = p2p.memory(comm, plan, Layer(32, 8, BFLOAT16, False, 1, False))
         return attention.memory(batch), ring
 
     for gathered, ring in thdattn.comm.run_local(8, program):

@@ -352,7 +352,7 @@ def test_keys_arrive_and_gradients_return_by_these_arrays(name, cp_size):
     for rank, plan in enumerate(plans):
         parts = [part(packed[peer], plans[peer].routes.sent, rank) for peer in range(cp_size) if peer != rank]
         received = [np.concatenate(x) for x in zip(*parts, strict=True)]
-        keys = reference.to_sequence_order(*([x] for x in received), plan, own=local[rank])
+        keys = reference.to_sequence_order([[x] for x in received], plan, own=local[rank])
         for x, wanted in zip(keys, whole, strict=True):
             np.testing.assert_array_equal(x, wanted[plan.arrays.rows_of_keys])
         shares.append([rng.standard_normal((plan.key_rows, 2, 4)).astype(np.float32) for _ in range(2)])
@@ -367,7 +367,7 @@ def test_keys_arrive_and_gradients_return_by_these_arrays(name, cp_size):
         places, left = plan.arrays.places, [share.copy() for share in shares[rank]]
         for result, share in zip(results, left, strict=True):  # as attn_bwd leaves them
             result[places[places >= 0]], share[places >= 0] = share[places >= 0], np.nan
-        reference.add_shares(left, back, plan, results)
+        reference.add_partials(left, back, plan, results)
         for i, result in enumerate(results):
             total = np.zeros((batch.total_rows + 1, 2, 4), np.float32)  # the last is that of fillers
             for other, share in zip(plans, shares, strict=True):

@@ -221,13 +221,16 @@ def _exchange(
     assert routes is not None
     if routes.is_empty:
         return no_wait
-    return comm.all_to_all(plan.memoize(("swap", row_bytes, back), lambda: _swap(routes, row_bytes, back)), sends, recvs)
+    spec = plan.memoize(("all to all", row_bytes, back), lambda: _spec(routes, row_bytes, back))
+    return comm.all_to_all(spec, sends, recvs)
 
 
-def _swap(routes: Routes, row_bytes: int, back: bool) -> AllToAllSpec:
+def _spec(routes: Routes, row_bytes: int, back: bool) -> AllToAllSpec:
     """Return what all ranks exchange, of two arrays whose rows have so many bytes together."""
     out, into = ((_cut(number),) * 2 for number in (routes.sent, routes.received))
-    return AllToAllSpec(into, out, routes.table.T * row_bytes) if back else AllToAllSpec(out, into, routes.table * row_bytes)
+    if back:
+        return AllToAllSpec(into, out, routes.table.T * row_bytes)
+    return AllToAllSpec(out, into, routes.table * row_bytes)
 
 
 def _cut(num_rows: Ints) -> SliceSpec:

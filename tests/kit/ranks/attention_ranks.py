@@ -95,8 +95,8 @@ def run_hidden(comm: thdattn.comm.Comm, xp: Any) -> None:
             layer = case.attention(comm, BFLOAT16, **options)
             plan = layer.plan(way.batch(case), way.sharding)
             results = []
-            for group_cast.WORTH_HIDING in (2**40, 0, 0, 0):
-                peer.WORTH_COPYING = group_cast.WORTH_HIDING  # by a kernel, and by copies
+            for group_cast.WORTH_OVERLAPPING in (2**40, 0, 0, 0):
+                peer.WORTH_COPYING = group_cast.WORTH_OVERLAPPING  # by a kernel, and by copies
                 results.append(on_host(step(layer, plan, inputs_of(case, plan, BFLOAT16, xp))))
             same = FIELDS if options["deterministic"] else ("out", "lse", "max_logit")
             assert all(other[field].tobytes() == results[0][field].tobytes() for other in results for field in same)

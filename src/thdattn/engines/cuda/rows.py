@@ -41,7 +41,8 @@ def to_sequence_order(
 
 
 def _gather(
-    plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array], peer_exchange: PeerExchange
+    plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array],
+    peer_exchange: PeerExchange,
 ) -> None:
     """thd_peer_exchange, of all rows."""
     if not plan.local_key_rows:  # of any rank
