@@ -10,7 +10,7 @@
 | then | for |
 |---|---|
 | `Plan`, `Sharding` | a rank's rows, positions, labels; which rank owns which row |
-| `Saved`, `Keys`, `Memory`, `Flops` | results of a forward, of a gather; bytes and operations of a layer |
+| `Saved`, `GatheredKV`, `Memory`, `Flops` | results of a forward, of a gather; bytes and operations of a layer |
 | `varlen_attention` | the call of flash-attn, on one rank |
 | `thdattn.torch` | PyTorch with autograd; `import thdattn.torch` |
 | `thdattn.graphs` | CUDA graphs of layers and steps |
@@ -28,7 +28,7 @@ from thdattn.mamba.cache import Mamba2Cache
 from thdattn.mamba.mixer import Mamba2Mixer
 from thdattn.mamba.saved import Mamba2Saved
 from thdattn.mamba.shape import Mamba2Weights
-from thdattn.methods.all_gather import Keys
+from thdattn.methods.all_gather import GatheredKV
 from thdattn.packing import PackedBatch
 from thdattn.plan.flops import Flops
 from thdattn.plan.memory import Memory
@@ -40,7 +40,23 @@ from thdattn.varlen import VarlenSaved, varlen_attention, varlen_attention_backw
 __version__ = "0.1.0"
 
 __all__ = [
-    "CPAttention", "Flops", "KVCache", "Keys", "Mamba2Cache", "Mamba2Mixer", "Mamba2Saved", "Mamba2Weights", "Memory",
-    "PackedBatch", "Plan", "Saved", "Sharding", "VarlenSaved", "__version__", "comm", "graphs", "varlen_attention",
+    "CPAttention",
+    "Flops",
+    "GatheredKV",
+    "KVCache",
+    "Mamba2Cache",
+    "Mamba2Mixer",
+    "Mamba2Saved",
+    "Mamba2Weights",
+    "Memory",
+    "PackedBatch",
+    "Plan",
+    "Saved",
+    "Sharding",
+    "VarlenSaved",
+    "__version__",
+    "comm",
+    "graphs",
+    "varlen_attention",
     "varlen_attention_backward",
 ]  # fmt: skip

@@ -145,8 +145,8 @@ BROKEN = {
     "reads before it is pulled": (transport.PeerMemory, "_arrival", lambda memory, stream: nothing),
     "calls of two streams in any order": (transport.PeerMemory, "enter", current_stream),
     "drops what is on its way on another stream": (transport.PeerMemory, "_arrival", arrival_for_the_current_stream),
-    "drops what is on its way": (all_gather.Keys, "__del__", nothing),
-    "drops sums that are on their way": (all_gather.Sums, "__del__", nothing),
+    "drops what is on its way": (all_gather.GatheredKV, "__del__", nothing),
+    "drops sums that are on their way": (all_gather.PendingGrads, "__del__", nothing),
     "gathers for later into the buffers of a graph": (all_gather._Turns, "next", all_turns),
     "keeps what it has nothing to show in": (transport.PeerMemory, "drop_partials", nothing),
 }

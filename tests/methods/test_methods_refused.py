@@ -72,7 +72,7 @@ def test_keys_that_do_not_travel_alone_are_not_gathered(kind, sharding):
         plain, layer = layer_on(comm), layer_on(comm, kind)
         plan = layer.plan(BATCH, sharding)
         q, k = (np.ones((plan.local_rows, heads, 8), np.float32) for heads in (8, 4))
-        wanted = "wanted 'all_gather' without 'balanced', as nothing travels before q is there otherwise; leave it out"
+        wanted = "wanted 'all_gather' without 'balanced', as other methods send nothing before they have q"
         with pytest.raises(ValueError, match=f"gather was called with cp_comm_type '{kind}' .*, {wanted}"):
             layer.gather(k, k, plan)
         if kind == "p2p":

@@ -95,7 +95,7 @@ def test_ranks_with_collectives_allocate_what_is_said(cupy, monkeypatch, pack, d
     again = len(made.made)
     step(cupy, layer, plan)
     results = sum(memory[name] for name in ("out", "lse", "dq", "dk", "dv", "partial sums"))
-    results += memory.get("kept keys", 0) + memory.get("shares of dk and dv", 0)
+    results += memory.get("kept keys", 0) + memory.get("partial sums of dk and dv", 0)
     assert sum(x.nbytes for x in made.made[again:]) == results
     assert made.total() - results + by_cupy(plan, memory, layer) == said(memory)
 

@@ -148,7 +148,7 @@ def test_numbers_that_a_reader_can_follow():
     assert memory["keys in rank order"] == 2 * a_group * 2  # two groups
     assert "keys in sequence order" not in memory  # as every layer keeps its own
     assert memory["kept keys"] == 2 * a_group * 2
-    assert memory["partial sums"] == memory["shares of dk and dv"] == a_group * 4
+    assert memory["partial sums"] == memory["partial sums of dk and dv"] == a_group * 4
     assert memory["lse"] == HEADS * 26 * 4
     arrays = {id(x): x for x in vars(plan.arrays).values() if x is not None}  # one may have two names
     assert memory["plan"] == sum(x.nbytes for x in arrays.values())

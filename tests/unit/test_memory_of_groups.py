@@ -20,8 +20,7 @@ from thdattn.engines import cuda, select
 from thdattn.engines.cuda import backward, launch
 from thdattn.engines.cuda.launch import Gpu
 from thdattn.jit import compiler
-from thdattn.kernels.configs import TILES
-from thdattn.plan.memory import Layer, heads_of
+from thdattn.plan.memory import Layer
 
 H100 = Gpu(sm90=True, multiprocessors=132, shared_bytes=232448)
 HEADS, KV_HEADS, DIM, FLOAT32 = 32, 8, 128, np.dtype(np.float32)
@@ -43,7 +42,7 @@ def outline(batch, num_ranks=2, heads=(HEADS, KV_HEADS), **options):
     return attention, plan, layer
 
 
-def said(plan, layer, groups, where="home"):
+def said(plan, layer, groups, where="own"):
     return cuda.backward_bytes(plan, layer._replace(groups=groups), np.float32, where)
 
 
@@ -88,7 +87,7 @@ def test_groups_share_what_the_forward_takes():
     _, plan, layer = outline(PackedBatch.from_lengths([512]))
     grown, equal = (cuda.forward_bytes(plan, layer._replace(groups=groups)) for groups in (GROWING, (4, 4)))
     assert grown["logits of tiles"] == equal["logits of tiles"]
-    assert grown["shares of tiles"] == equal["shares of tiles"] > 0
+    assert grown["partial results of tiles"] == equal["partial results of tiles"] > 0
 
 
 @pytest.mark.usefixtures("h100")
@@ -96,9 +95,10 @@ def test_groups_share_what_the_forward_takes():
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_launches_of_all_groups_take_what_is_said(monkeypatch, dims, deterministic, gpu):
-    row, batch = TILES[dims], PackedBatch.from_lengths([700, 33, 900], multiple=4)
+    batch = PackedBatch.from_lengths([700, 33, 900], multiple=4)
     made_on = replace(H100, sm90=gpu == "hopper")
-    monkeypatch.setattr(launch, "this_gpu", lambda: made_on)
+    for module in (launch, backward):
+        monkeypatch.setattr(module, "this_gpu", lambda: made_on)
     monkeypatch.setattr(compiler, "kernel", lambda *instance: lambda *args: None)
     monkeypatch.setattr(backward, "cupy", SimpleNamespace(arange=np.arange, zeros=np.zeros))
     attention = thdattn.CPAttention(OnPaper(0, 2, 8), HEADS, dims[0], KV_HEADS, dims[1], engine="cuda",
@@ -116,12 +116,11 @@ def test_launches_of_all_groups_take_what_is_said(monkeypatch, dims, determinist
     for size in GROWING:
         q = np.zeros((plan.local_rows, HEADS, dims[0]), BFLOAT16)[:, : 4 * size]
         k, v = (np.zeros((plan.key_rows, size, dim), BFLOAT16) for dim in dims)
-        kind = backward._Hopper if made_on.sm90 else backward._Portable
-        kind(made_on, row, q, k, v, plan, ("bfloat16", FLOAT32), deterministic, "home", False, False,
-             heads_of(GROWING, 4))  # fmt: skip
+        spec = backward._Spec(launch.heads_of(q, k, v, GROWING), q.dtype, FLOAT32, deterministic, "own", False, False)
+        (backward._Hopper if made_on.sm90 else backward._Portable)(plan, spec)
     layer = Layer(HEADS, KV_HEADS, attention.dtype, deterministic, GROWING, keeps_keys=True)
     wanted = {name: size for name, size in said(plan, layer, GROWING).items()
-              if name in ("delta", "gradients in float32", "dq in float32", "shares of dq")}  # fmt: skip
+              if name in ("delta", "gradients in float32", "dq in float32", "partial sums per tile")}  # fmt: skip
     assert sum(x.nbytes for x in made) == sum(wanted.values())
 
 

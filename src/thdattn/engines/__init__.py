@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 
 if TYPE_CHECKING:
     from thdattn.comm.overlap import PeerExchange
+    from thdattn.engines import cuda, reference
     from thdattn.kv_cache import KVCache
     from thdattn.packing import PackedBatch
     from thdattn.plan.memory import Bytes, Layer
@@ -203,3 +204,7 @@ class Engine(Protocol):
     def cache_append(self, k: Array, v: Array, cache: KVCache) -> Array: ...
 
     def cache_fill(self, k: Array, v: Array, plan: Plan, cache: KVCache) -> None: ...
+
+
+if TYPE_CHECKING:
+    _engines: tuple[Engine, ...] = (cuda, reference)  # a type checker compares both with the protocol

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - makes "bfloat16" a dtype to NumPy
 import numpy as np
@@ -15,11 +15,6 @@ from thdattn.arguments import as_choice, shown
 from thdattn.comm import Comm
 from thdattn.engines import Engine
 from thdattn.install import expects_gpu
-
-if TYPE_CHECKING:
-    from thdattn.engines import cuda, reference
-
-    _checked: tuple[Engine, ...] = (cuda, reference)
 
 logger = logging.getLogger("thdattn")
 

@@ -1,9 +1,9 @@
 """The attention backward: which kernels a call launches, and with what.
 
 Every backward starts with thd_attn_delta. On Hopper, thd_attn_bwd_sm90 follows, or for head dims 192/128
-thd_attn_bwd_shared_dq_sm90, or beyond them thd_attn_bwd_by_gradient_sm90 and thd_attn_round_dq_sm90; deterministic, the latter
-without dq, and thd_attn_bwd_dq_sm90. Elsewhere thd_attn_bwd and thd_attn_round; deterministic, thd_attn_bwd without dq
-and thd_attn_bwd_dq.
+thd_attn_bwd_shared_dq_sm90, or beyond them thd_attn_bwd_by_gradient_sm90 and thd_attn_round_dq_sm90; deterministic,
+the latter without dq, and thd_attn_bwd_dq_sm90. Elsewhere thd_attn_bwd and thd_attn_round; deterministic, thd_attn_bwd
+without dq and thd_attn_bwd_dq.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from thdattn.engines.cuda.softcap import logits_of, lse_unit
 from thdattn.jit import compiler
 from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, OWNERS, PACK_FILTER, PARTIALS
 from thdattn.kernels.configs import DQ_ROWS, TILES, Tiles, lanes_of
-from thdattn.kernels.hopper_configs import BackwardSharedDqSm90, BackwardByGradientSm90
+from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
 from thdattn.kernels.instances import Instance
 from thdattn.plan.owners import places_of_keys
 from thdattn.plan.plan import Plan
@@ -286,7 +286,7 @@ def plan_backward(plan: Plan) -> None:
 
 
 def num_partials(row: Tiles, plan: Plan) -> Array:
-    """Return the number of key tiles that add to dq of each query tile, (tiles,) int32; see thd_attn_count_partials_sm90."""
+    """Return the number of key tiles that add to dq of each query tile, (tiles,) int32."""
     tiles = row.backward_sm90
 
     def make() -> Array:

@@ -14,7 +14,7 @@ from thdattn.comm.peer.reduce import add_up
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
-from thdattn.jit.structs import ALL_GATHER, MAX_RANKS, ROWS, PARTIALS
+from thdattn.jit.structs import ALL_GATHER, MAX_RANKS, PARTIALS, ROWS
 from thdattn.kernels.instances import GATHER_KERNEL, REORDER_KERNELS
 from thdattn.plan.plan import Plan
 
