@@ -140,6 +140,39 @@ class Sharding:
             self.outer.local_rows = self.inner * self.local_rows  # so that slices are equal
         self._rows: dict[int, NDArray[np.int32]] = {}
 
+    @classmethod
+    def with_rows(cls, batch: PackedBatch, cp_size: int, cp_rank: int, rows: ArrayLike) -> Sharding:
+        """Return the sharding that gives a rank the rows that it has already, such as those of Transformer Engine.
+
+        Transformer Engine and Megatron-Core cut sequences as "dual_chunk" does for every cp_comm_type, also for "a2a",
+        whose default is "contiguous" here. Pass the result to CPAttention.plan, so that the two agree.
+
+        Args:
+            batch, cp_size: as for Sharding, with offsets on the host.
+            cp_rank: 0 <= cp_rank < cp_size.
+            rows: (number of rows,) integers on the host, the sequence-order row of every local row in local order, for
+                instance of thd_get_partitioned_indices. Fillers, -1, may be left out.
+
+        Raises:
+            TypeError: rows are no integers, or an argument of the wrong type.
+            ValueError: no sharding gives the rank these rows; or as Sharding and rows.
+        """
+        found = np.asarray(rows)
+        if found.dtype.kind not in "iu" or found.ndim != 1:
+            raise TypeError(f"rows is an array of {found.dtype} with shape {found.shape}, wanted integers in one "
+                            f"dimension; pass the sequence-order row of every local row")
+        for strategy, multiple in (("dual_chunk", 2 * cp_size), ("contiguous", 1), ("balanced", 1)):
+            if strategy == "dual_chunk" and cp_size > 1 and (np.diff(batch.cu_seqlens_padded) % multiple).any():
+                continue
+            sharding = cls(batch, cp_size, strategy)
+            wanted = sharding.rows(cp_rank)
+            if np.array_equal(found[found >= 0], wanted[wanted >= 0]):
+                return sharding
+        raise ValueError(
+            f"rows of rank {cp_rank} are those of no sharding of this batch over {cp_size} ranks, wanted the rows of "
+            f"'dual_chunk', 'contiguous' or 'balanced'; pass them in local order, or shard with plan.shard"
+        )
+
     def rows(self, cp_rank: int) -> NDArray[np.int32]:
         """The sequence-order row of every local row of a rank, in local order.
 
@@ -255,7 +288,7 @@ def as_sharding(sharding: str | Sharding, batch: PackedBatch, cp_size: int, inne
         ValueError: a Sharding of another batch or number of ranks; or as Sharding.
     """
     if isinstance(sharding, str):
-        return Sharding(batch, cp_size, sharding, inner)
+        return Sharding(batch, cp_size, as_choice("sharding", sharding, STRATEGIES), inner)
     if not isinstance(sharding, Sharding):
         raise TypeError(
             f"sharding is {found(sharding)}; wanted 'dual_chunk', 'contiguous', 'balanced' or a Sharding; "

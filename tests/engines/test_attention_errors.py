@@ -125,7 +125,7 @@ def test_padded_length_that_dual_chunk_cannot_split_names_the_sequence_and_the_r
 
 
 def test_unknown_sharding_is_named():
-    message = "strategy is 'zigzag', wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one of these"
+    message = "sharding is 'zigzag', wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one of these"
     with pytest.raises(ValueError, match=matches(message)):
         attention().plan(BATCH, "zigzag")
 

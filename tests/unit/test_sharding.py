@@ -271,6 +271,28 @@ def test_cp_rank_must_be_an_int():
         Sharding(PackedBatch([0, 8]), 2).rows(None)
 
 
+@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_rows_that_a_rank_has_find_their_sharding(strategy, cp_size):
+    batch = PackedBatch.from_lengths([700, 30, 251, 90], multiple=2 * cp_size)
+    for rank in range(cp_size):
+        rows = Sharding(batch, cp_size, strategy).rows(rank)
+        found = Sharding.with_rows(batch, cp_size, rank, rows)
+        assert found.rows(rank).tolist() == rows.tolist()
+        assert Sharding.with_rows(batch, cp_size, rank, rows[rows >= 0]).strategy == found.strategy == strategy
+
+
+def test_rows_of_no_sharding_are_refused():
+    batch = PackedBatch.from_lengths([40, 24], multiple=4)
+    rows = Sharding(batch, 2, "dual_chunk").rows(0)
+    with pytest.raises(ValueError, match="rows of rank 1 are those of no sharding of this batch over 2 ranks"):
+        Sharding.with_rows(batch, 2, 1, rows)
+    with pytest.raises(ValueError, match="rows of rank 0 are those of no sharding"):
+        Sharding.with_rows(batch, 2, 0, rows[::-1])
+    with pytest.raises(TypeError, match=r"rows is an array of float64 with shape \(2,\), wanted integers"):
+        Sharding.with_rows(batch, 2, 0, [0.5, 1])
+
+
 def test_an_unknown_strategy_lists_the_known_ones():
     message = r"strategy is 'zigzag', wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one"
     with pytest.raises(ValueError, match=message):

@@ -82,9 +82,10 @@ def as_engine_dtype(engine: Engine, dtype: DTypeLike) -> np.dtype[Any]:
     except (TypeError, SyntaxError):
         known = None
     if known is None or known.name not in engine.dtypes or not known.isnative:
+        remedy = "cast the inputs" if engine.name == "reference" else "cast the inputs, or use engine='reference'"
         raise TypeError(
             f"dtype is {shown(dtype) if known is None else known}, wanted one of {', '.join(engine.dtypes)} "
-            f"for engine {engine.name!r}; cast the inputs, or use engine='reference'"
+            f"for engine {engine.name!r}; {remedy}"
         )
     return known
 
