@@ -162,6 +162,7 @@ EXPERTS = "wanted some of 'attn', 'mlp', 'mamba', as mixture of experts is not p
 REFUSED = {  # options -> what the message says, both sides of a conflict
     "impl unknown": (options("global"), ["cuda_graph_impl is 'global', wanted 'none', 'local'"]),
     "module unknown": (options("local", "attn,norm"), ["cuda_graph_modules has 'norm'", "'attn', 'mlp', 'mamba'"]),
+    "module by another name": (options("local", "attention"), ["cuda_graph_modules has 'attention'", "pass 'attn'"]),
     "module unknown, enum": (options("local", [InferenceCudaGraphScope.layer]), ["cuda_graph_modules has 'layer'"]),
     "inference scope unknown": (options("local", scope="model"), ["inference_cuda_graph_scope is 'model', wanted"]),
     "scope module_scoped": (old("module_scoped", "local"), ["cuda_graph_scope has 'module_scoped'", "removed"]),

@@ -12,6 +12,7 @@ import argparse
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -331,9 +332,9 @@ def _modules(called: str, value: Any) -> tuple[str, ...]:
     names = _listed(called, value)
     for name in names:
         if name not in MODULES:
-            why = OTHER_NAMES.get(name, "it is no part of a layer")
+            why, close = OTHER_NAMES.get(name, "it is no part of a layer"), get_close_matches(name, MODULES, 1, 0.5)
             raise ValueError(f"{called} has {name!r}, wanted some of {', '.join(map(repr, MODULES))}, as {why}; "
-                             f"leave it out")
+                             f"{f'pass {close[0]!r}' if close else 'leave it out'}")
     return tuple(name for name in MODULES if name in names)
 
 
