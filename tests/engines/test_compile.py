@@ -359,7 +359,7 @@ def test_a_portable_backward_of_parts_of_fragments_is_refused(head_dim):
 
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"stages": 3}, "count two stages"),
-    ({"panel_cols": 64}, "panels of dq have all its columns"),
+    ({"panel_cols": 64}, "panels must divide the columns of dq"),
     ({"in_registers": 48}, "takes all queries of a step"),
 ], ids=str)  # fmt: skip
 def test_a_hopper_backward_that_would_leave_something_out_does_not_compile(wrong, message):

@@ -34,9 +34,9 @@ def own_matrix_instructions(monkeypatch):
 @pytest.mark.parametrize(("head_dim", "arch", "only", "reason"), [
     (80, "sm_80", "", "leaves warps parts of fragments of dq"),
     (48, "sm_90a", "fwd_sm90<bf16, bf16, false, false", "whole slabs bring kTileBytes"),
-    (112, "sm_90a", "bwd_sm90<bf16, bf16, bf16", "panels of dq have all its columns"),
-    (160, "sm_90a", "by_gradient_sm90<bf16, bf16, bf16", "rows of a tile are 128 bytes apart"),
-    (160, "sm_90a", "bwd_dq_sm90<bf16, bf16", "rows of a tile are 128 bytes apart"),
+    (112, "sm_90a", "bwd_sm90<bf16, bf16, bf16", "panels must divide the columns of dq"),
+    (160, "sm_90a", "by_gradient_sm90<bf16, bf16, bf16", "tiles must have slabs of 64 columns"),
+    (160, "sm_90a", "bwd_dq_sm90<bf16, bf16", "tiles must have slabs of 64 columns"),
 ])  # fmt: skip
 def test_a_head_dim_that_kernels_cannot_have_is_refused(head_dim, arch, only, reason):
     verdicts = dict(spills.judge_all(head_dim, head_dim, arch, only))

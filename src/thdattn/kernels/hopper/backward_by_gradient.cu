@@ -299,7 +299,7 @@ template <typename Dq, int kHeadDim>
 __global__ void __launch_bounds__(128) thd_attn_round_dq_sm90(
     Dq* __restrict__ dq, const float4* __restrict__ dq_accum, float scale, const int* __restrict__ num_partials,
     BackwardSize size) {
-  static_assert(kHeadDim % kSlab == 0, "panels of 64 columns are all of dq");
+  static_assert(kHeadDim % kSlab == 0, "panels of 64 columns must divide dq");
   const int count = num_partials[blockIdx.x];
   if (count == 1 || (sizeof(Dq) == sizeof(float) && count == 0)) return;
   if (count == 0) scale = 0.f;

@@ -13,7 +13,7 @@ struct DqShared {
   static constexpr int kHeadDim = kDim, kVHeadDim = kVDim, kTileM = 128, kTileN = kN, kStages = kAhead;
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
-  static_assert(kHeadDim % kSlab == 0 && kVHeadDim % kSlab == 0, "rows of a tile are 128 bytes apart");
+  static_assert(kHeadDim % kSlab == 0 && kVHeadDim % kSlab == 0, "tiles must have slabs of 64 columns");
   static_assert(kTileN % 16 == 0, "score gradients are an operand of whole fragments of 16 keys");
   unsigned char q[kQBytes], dout[kDoutBytes];
   unsigned char k[kStages][kKBytes], v[kStages][kVBytes];

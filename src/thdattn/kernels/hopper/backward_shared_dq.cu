@@ -19,7 +19,7 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kCols = Shared::kPanelCols;
   constexpr int kScoreQueries = Shared::kScoreQueries, kBlocks = kScoreQueries / 8;
-  static_assert(kHeadDim % kSlab == 0 && kVHeadDim % kSlab == 0, "rows of a tile are 128 bytes apart");
+  static_assert(kHeadDim % kSlab == 0 && kVHeadDim % kSlab == 0, "tiles must have slabs of 64 columns");
   static_assert(kTileM == 64 && Shared::kStages == 2 && Shared::kDsStages == 1, "Progress counts these stages");
   static_assert(Shared::kDqStages == Shared::kPanels && Shared::kPanels % 2,
                 "each panel has a buffer, and the warpgroups take turns at an odd number of panels");

@@ -17,10 +17,10 @@ struct BackwardShared {
   static constexpr int kScoreQueries = kAtOnce, kDpQueries = kDpAtOnce, kDqStages = kDqDepth;
   static constexpr int kPanelCols = kCols, kPanelFloats = 64 * kCols, kPanels = kDim / kCols;
   static_assert(kStages == 2, "claims of dq and the parities of steps count two stages");
-  static_assert(kHeadDim % kPanelCols == 0, "panels of dq have all its columns");
+  static_assert(kHeadDim % kPanelCols == 0, "panels must divide the columns of dq");
   static_assert(kPanels == 1 || kPanelCols % (kHeadDim % kSlab ? kSlab / 2 : kSlab) == 0,
-                "a panel of dq begins at a slab of keys");
-  static_assert(kTileM % 64 == 0, "a panel of dq has 64 rows, and a semaphore is one of them");
+                "a panel of dq must begin at a slab of keys");
+  static_assert(kTileM % 64 == 0, "a panel of dq has 64 rows, and each 64 rows have a semaphore");
   static_assert(kTileM % kScoreQueries == 0 && kTileM % kDpQueries == 0 && kScoreQueries % kDpQueries == 0 &&
                     kDpQueries % 16 == 0,
                 "the key side takes all queries of a step, in equal parts of whole fragments");

@@ -37,7 +37,7 @@ struct ByGradientTiles {
   static constexpr int kClusterBlocks = 1 + kCluster, kPanelCols = kCluster ? kHeadDim / 2 : kSlab;
   static constexpr int kQBytes = kTileBytes<kTile, kHeadDim>, kDoutBytes = kTileBytes<kTile, kVHeadDim>;
   static constexpr int kKBoxes = 2 * 2;                // of 64 columns: two hold a panel's, of each block's keys
-  static_assert(kHeadDim % kSlab == 0 && kVHeadDim % kSlab == 0, "rows of a tile are 128 bytes apart");
+  static_assert(kHeadDim % kSlab == 0 && kVHeadDim % kSlab == 0, "tiles must have slabs of 64 columns");
   static_assert(kBlocks == 1 || kBlocks == 2, "a cluster has two thread blocks");
   static_assert(kPanelCols <= 2 * kSlab, "a block of a cluster loads two boxes of keys for its half of dq");
   static_assert(kQStages >= 2 && kDoutStages >= 2 && kDsStages >= 2, "each role loads or hands over one step ahead");

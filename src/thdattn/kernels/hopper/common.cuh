@@ -142,7 +142,7 @@ template <int kCols> __device__ __forceinline__ int swizzled(int row, int vector
 
 template <int kRows, int kCols, bool kOnce = false>
 __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* map, int head, int row, u64* barrier) {
-  static_assert(kCols % kSlabOf<kCols> == 0, "whole slabs bring kTileBytes, which barriers expect");
+  static_assert(kCols % kSlabOf<kCols> == 0, "a tile must have whole slabs, whose bytes barriers expect");
   static_assert(kRows % 8 == 0 && kRows <= 256, "the swizzle repeats every 8 rows, and a box has at most 256");
   #pragma unroll
   for (int s = 0; s < kCols / kSlabOf<kCols>; ++s)
@@ -239,7 +239,7 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
 // cache need not keep the row. A scale of 0 stores zeros, whatever the accumulators hold.
 template <int kHalf, typename T, int kBlocks>
 __device__ __forceinline__ void store_row(T* row, const float (&acc)[kBlocks][4], float scale, bool exists) {
-  static_assert(kBlocks % 4 == 0, "four blocks are stored at a time: columns of a row are a multiple of 32");
+  static_assert(kBlocks % 4 == 0, "four blocks are stored at a time: the columns of a row must be a multiple of 32");
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 4) {
     u32 words[4];
@@ -258,7 +258,7 @@ __device__ __forceinline__ void store_row(T* row, const float (&acc)[kBlocks][4]
 __device__ __forceinline__ int first_of_four(int n) { return (n + me().lane % 2) * 8 + me().lane % 4 / 2 * 4; }
 template <int kHalf, int kBlocks>
 __device__ __forceinline__ float4 four_columns(const float (&acc)[kBlocks][4], int n, float scale) {
-  static_assert(kBlocks % 2 == 0, "two blocks are traded at a time: columns of a row are a multiple of 16");
+  static_assert(kBlocks % 2 == 0, "two blocks are traded at a time: the columns of a row must be a multiple of 16");
   const bool odd = me().lane % 2;
   const float even_x = acc[n][2 * kHalf], even_y = acc[n][2 * kHalf + 1];
   const float odd_x = acc[n + 1][2 * kHalf], odd_y = acc[n + 1][2 * kHalf + 1];

@@ -17,7 +17,7 @@ struct ForwardShared {
   static constexpr int kTileM = 64 * kConsumers;
   static_assert(kStages >= 2, "values of two tiles back are still read while the next scores are computed");
   static_assert(kTileN % 16 == 0, "probabilities are an operand of whole fragments of 16 keys");
-  static_assert(kConsumers <= 3, "four consumers have too few registers to take");
+  static_assert(kConsumers <= 3, "the registers are enough for three consumers at most");
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>;
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
   unsigned char q[kQStages][kQBytes];

@@ -156,7 +156,7 @@ template <typename T, int kCols, int kThreads>
 __device__ __forceinline__ void load_chunk(T* tile, const T* source, u32 pitch, int chunk, int num_rows,
                                            int thread) {
   constexpr int kVectors = kCols / 8, kRows = kThreads / kVectors;  // of a row, and rows at a time
-  static_assert(kThreads % kVectors == 0 && kChunk % kRows == 0);
+  static_assert(kThreads % kVectors == 0 && kChunk % kRows == 0, "threads must divide a chunk into whole rows");
   const int first = thread / kVectors, col = thread % kVectors * 8, left = num_rows - chunk * kChunk;
   const T* const from = source + (size_t)chunk * kChunk * pitch + col;
   #pragma unroll

@@ -75,7 +75,7 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
                                               const MixerSize& size) {
   constexpr int kReach = kWidth - 1, kThreadsOfRow = kConvColumns / kColumns, kAhead = 8;
   __shared__ int sights[kConvTile];
-  static_assert(kConvTile == kConvThreads);
+  static_assert(kConvTile == kConvThreads, "each thread finds what one row sees");
   if (const int row = tile * kConvTile + threadIdx.x; row < size.rows)
     sights[threadIdx.x] = sight_of(ranges[row], row, kReach, size);
   __syncthreads();

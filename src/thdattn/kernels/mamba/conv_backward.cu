@@ -135,7 +135,7 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
                                               const float* conv_weight, const float* conv_bias, const int* in_sight,
                                               T* made, const ConvGradients& sums, int chunk, const MixerSize& size) {
   constexpr int kReach = kWidth - 1, kAhead = kConvBackAhead;
-  static_assert(kReach <= kAhead && kChunk % kAhead == 0);
+  static_assert(kReach <= kAhead && kChunk % kAhead == 0, "rows are loaded kAhead at a time");
   const int column = from.column, begin = chunk * kChunk;
   const bool at_an_end = chunk == 0 || begin + kChunk + kReach > size.rows;
   float* const ends = sums.ends + column;

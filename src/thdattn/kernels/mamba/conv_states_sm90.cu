@@ -47,7 +47,8 @@ __device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, 
                                                int column, int chunk, bool all_in_sight, const int2* ranges,
                                                int barrier, const MixerSize& size) {
   constexpr int kReach = kWidth - 1, kRows = 8;
-  static_assert(kReach <= kBefore && 128 / (kSlab / kColumns) * kRows == kChunk);
+  static_assert(kReach <= kBefore, "a chunk is loaded with kBefore rows before it");
+  static_assert(128 / (kSlab / kColumns) * kRows == kChunk, "a warpgroup convolves all rows of a chunk");
   const int thread = threadIdx.x % 128, first = thread / (kSlab / kColumns) * kRows, begin = chunk * kChunk + first;
   const int vector = thread % (kSlab / kColumns) * kColumns / 8, in_vector = thread % (kSlab / kColumns) * kColumns % 8;
   auto place = [&](int row) { return row * kRowBytes + ((vector ^ row % 8) * 8 + in_vector) * 2; };

@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     int q_rows, int k_rows, int group) {
   constexpr int kThreads = kWarps * kWarp, kWarpRows = 16 * kFragments, kTileM = kWarpRows * kWarps;
   constexpr int kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8, kRows = 2 * kFragments;
-  static_assert(kFragments <= 2, "each thread brings the range of one row: a tile has at most as many rows");
-  static_assert(kVHeadDim <= kHeadDim, "a warp's rows of the output take the place of its queries");
+  static_assert(kFragments <= 2, "each thread provides the range of one row, so a tile has at most one row per thread");
+  static_assert(kVHeadDim <= kHeadDim, "a warp's rows of the output must fit in place of its queries");
   using Shared = PortableForwardShared<T, kHeadDim, kVHeadDim, kTileM, kTileN>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(16) unsigned char shared_bytes[];
