@@ -14,9 +14,9 @@ from launch import SOURCE
 
 from thdattn.jit import structs
 from thdattn.kernels.configs import STATIC_BYTES, TILES, Tiles
-from thdattn.kernels.decode_configs import CACHE_KERNELS, DECODE
 from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
 from thdattn.kernels.instances import (
+    CACHE_KERNELS,
     EXCHANGE_KERNELS,
     GATHER_KERNEL,
     PLAN_KERNELS,
@@ -150,7 +150,7 @@ def test_attention_kernels_fit_and_do_not_spill(arch, dims, others):
 @AMPERE_AND_HOPPER
 def test_float16_takes_the_registers_of_bfloat16(arch, dims):
     """Results in 16 bits are used most; one GPU of each kind is enough."""
-    kernels = [*attention_kernels(TILES[dims], arch), DECODE[dims].thd_attn_decode("float16")]
+    kernels = [*attention_kernels(TILES[dims], arch), TILES[dims].thd_attn_decode("float16")]
     compile_all([kernel for kernel in kernels if "<f16" in kernel.name and "float" not in kernel.name], arch)
 
 
@@ -193,7 +193,7 @@ def test_kernels_for_sinks_and_capped_logits_fit_and_do_not_spill(arch, dims, ot
 @EACH_ARCHITECTURE
 def test_decode_kernels_fit_and_do_not_spill(arch, dims):
     kinds = [Kind(caps, sinks) for caps in (False, True) for sinks in (False, True)][: 4 if arch == "sm_80" else 1]
-    compile_all([DECODE[dims].thd_attn_decode("bfloat16", kind) for kind in kinds], arch)
+    compile_all([TILES[dims].thd_attn_decode("bfloat16", kind) for kind in kinds], arch)
 
 
 def mixer_slabs(arch, state_dim):
@@ -487,7 +487,7 @@ def test_a_constant_that_python_has_otherwise_does_not_compile(constant, monkeyp
     wrong = value + 1 if isinstance(value, int) else lambda columns: value(columns) + 8
     monkeypatch.setitem(compiler.CONSTANTS, constant, wrong)
     compiler.forget_files()
-    by_file = {"kMaxSlices": GATHER_KERNEL, "kMaxSplits": DECODE[64, 64].thd_attn_decode("float16").name,
+    by_file = {"kMaxSlices": GATHER_KERNEL, "kMaxSplits": TILES[64, 64].thd_attn_decode("float16").name,
                "kPad": TILES[64, 64].thd_attn_delta("float16").name}  # fmt: skip
     try:
         with pytest.raises(RuntimeError, match=rf"static assertion failed .*{constant}.* is not what Python has"):

@@ -16,7 +16,7 @@ from decoding import Texts, attend, attention, check_rows, decode_all, normal, p
 import thdattn
 from thdattn import oracle
 from thdattn.engines import AttentionOptions, reference
-from thdattn.kernels.decode_configs import DECODE
+from thdattn.kernels.configs import TILES
 
 pytestmark = pytest.mark.usefixtures("poisoned_host")
 
@@ -184,7 +184,7 @@ def test_a_cache_says_its_sizes_and_reads_no_array():
 
 
 def test_one_long_text_fills_the_gpu_and_many_or_short_ones_are_not_split_for_nothing():
-    tiles = DECODE[128, 128]
+    tiles = TILES[128, 128].decode
     assert 2 * 132 <= 8 * tiles.splits(132, 8, 2**15) <= tiles.per_multiprocessor * 132, "8 kv heads, one text"
     assert tiles.splits(132, 1000, 2**15) == 1
     assert tiles.splits(132, 1, 2**20) == tiles.max_splits

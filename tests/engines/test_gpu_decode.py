@@ -10,7 +10,6 @@ from decoding import Texts, attention, check_rows, decode_all, normal, poison
 import thdattn
 from thdattn.engines import AttentionOptions
 from thdattn.kernels.configs import TILES
-from thdattn.kernels.decode_configs import DECODE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
@@ -200,7 +199,3 @@ def test_wrong_lengths_on_the_gpu_fill_no_text(cupy, unnoticed, offsets):
     cache.fill(x, x, plan)
     assert cache.lengths.tolist() == [11, 11]
     assert not to_host(layer.decode(q, x[:2], x[:2], cache)).astype(np.float32).any()
-
-
-def test_every_head_dim_of_the_forward_can_decode():
-    assert DECODE.keys() == TILES.keys()

@@ -22,7 +22,7 @@ import numpy as np
 from cupy.cuda import driver, function, nvrtc
 
 from thdattn.jit import cache, structs
-from thdattn.kernels import configs, decode_configs, generated
+from thdattn.kernels import configs, generated
 
 log = logging.getLogger("thdattn")
 
@@ -39,7 +39,7 @@ def device_arch() -> str:
 # Constants of device code that Python repeats, by their names there; a function takes the columns of a row.
 CONSTANTS: dict[str, int | Callable[[int], int]] = {
     "kMaxRanks": structs.MAX_RANKS, "kChunks": structs.CHUNKS, "kMaxSlices": structs.MAX_SLICES, "kPad": configs.PAD,
-    "kSlab": configs.SLAB, "kMaxKvSplits": configs.MAX_KV_SPLITS, "kMaxSplits": decode_configs.Decode.max_splits,
+    "kSlab": configs.SLAB, "kMaxKvSplits": configs.MAX_KV_SPLITS, "kMaxSplits": configs.Decode.max_splits,
     "slab_of": configs.slab_of, "lanes_of": configs.lanes_of,
 }  # fmt: skip
 GENERATED: dict[str, Callable[[], str]] = {

@@ -71,6 +71,31 @@ class BackwardDq:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decode:
+    """Tile sizes of thd_attn_decode: each of `warps` loads 16 keys and values at a time, `stages` deep.
+
+    per_multiprocessor: thread blocks per multiprocessor into which a long cache is split.
+    """
+
+    warps: int
+    stages: int
+    per_multiprocessor: int
+
+    max_splits = 128  # kMaxSplits of kernels/portable/decode.cu: KV splits of a range, which one thread block merges
+    heads = 16  # query heads of a thread block
+
+    @property
+    def step(self) -> int:
+        """Keys that a thread block processes at a time."""
+        return 16 * self.warps
+
+    def splits(self, multiprocessors: int, blocks: int, longest_range: int) -> int:
+        """Return the number of KV splits with which `blocks` thread blocks per split occupy the GPU."""
+        wanted = self.per_multiprocessor * multiprocessors // blocks
+        return max(1, min(wanted, -(-longest_range // self.step), self.max_splits))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tiles:
     """All tile sizes of one head dim. Of `backward`, the first choice that fits the GPU's shared memory is used."""
 
@@ -79,6 +104,7 @@ class Tiles:
     forward: Forward
     backward: tuple[Backward, ...]
     backward_dq: BackwardDq
+    decode: Decode
     forward_sm90: ForwardSm90
     backward_sm90: BackwardSm90 | BackwardSharedDqSm90 | BackwardByGradientSm90
 
@@ -128,6 +154,14 @@ class Tiles:
     def thd_attn_round(self, dq_dtype: str) -> Instance:
         """Return the kernel that rounds dq's accumulators."""
         return instance("thd_attn_round", dq_dtype)
+
+    def thd_attn_decode(self, dtype: str, kind: Kind = PLAIN) -> Instance:
+        """Return the decode kernel for "float16" or "bfloat16"."""
+        d = self.decode
+        tiles = 2 * 16 * (self.head_dim + PAD + d.warps * d.stages * self._pair)
+        partials = 4 * 16 * d.warps * (self.v_head_dim + PAD) + 8 * d.heads * d.max_splits
+        return instance("thd_attn_decode", dtype, *kind, *self._dims, d.warps, d.stages,
+                        shared_bytes=max(tiles, partials))
 
     def backward_for(self, shared_bytes: int) -> Backward:
         """Return the first choice of the backward that fits `shared_bytes` of shared memory per thread block.
@@ -341,6 +375,7 @@ TILES = {
             forward=Forward(tile_n=64, warps=4, fragments=2),
             backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),),  # 256 keys spill
             backward_dq=BackwardDq(tile_n=64, warps=8),
+            decode=Decode(warps=4, stages=3, per_multiprocessor=4),
             forward_sm90=ForwardSm90(
                 tile_n=128, consumers=3,  # 144 keys spill
                 q_stages=2, kv_stages=3, lazy_row_max=True,
@@ -359,6 +394,7 @@ TILES = {
             backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),  # 128 queries, or 256 keys, spill
                       Backward(tile_m=64, tile_n=128, column_warps=1, stages=1)),
             backward_dq=BackwardDq(tile_n=32, warps=8),
+            decode=Decode(warps=4, stages=2, per_multiprocessor=4),
             forward_sm90=ForwardSm90(
                 tile_n=112, consumers=3, q_stages=1, kv_stages=3,  # 128 keys spill
                 capped_tile_n=96,  # 112 spill
@@ -378,6 +414,7 @@ TILES = {
             backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),  # 128 queries, or 256 keys, spill
                       Backward(tile_m=64, tile_n=64, column_warps=1, stages=1)),
             backward_dq=BackwardDq(tile_n=16, warps=8),
+            decode=Decode(warps=4, stages=2, per_multiprocessor=3),
             forward_sm90=ForwardSm90(
                 tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 3 consumers spill
                 q_in_registers=True, together=1,
@@ -395,6 +432,7 @@ TILES = {
             backward=(Backward(tile_m=64, tile_n=64, column_warps=2, stages=2),  # 128 queries or keys spill
                       Backward(tile_m=32, tile_n=64, column_warps=2, stages=1)),
             backward_dq=BackwardDq(tile_n=16, warps=4),
+            decode=Decode(warps=4, stages=2, per_multiprocessor=2),
             forward_sm90=ForwardSm90(
                 tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 144 keys, or another stage, do not fit
                 q_in_registers=True,
@@ -411,6 +449,7 @@ TILES = {
             backward=(Backward(tile_m=64, tile_n=64, column_warps=2, stages=2),  # 128 queries or keys spill
                       Backward(tile_m=32, tile_n=64, column_warps=2, stages=1)),
             backward_dq=BackwardDq(tile_n=16, warps=4),
+            decode=Decode(warps=2, stages=3, per_multiprocessor=2),
             forward_sm90=ForwardSm90(
                 tile_n=112, consumers=2, q_stages=1, kv_stages=2,  # 128 keys, or another stage, do not fit
             ),
@@ -426,6 +465,7 @@ TILES = {
             backward=(Backward(tile_m=32, tile_n=64, column_warps=2, stages=2),  # 128 keys spill
                       Backward(tile_m=32, tile_n=32, column_warps=2, stages=1)),
             backward_dq=BackwardDq(tile_n=16, warps=4),
+            decode=Decode(warps=2, stages=2, per_multiprocessor=3),
             forward_sm90=ForwardSm90(
                 tile_n=80, consumers=2, q_stages=1, kv_stages=2,  # 96 keys, or another stage, do not fit
                 capped_tile_n=64,  # 80 spill

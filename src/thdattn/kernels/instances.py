@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
+CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
 REDUCE_KERNELS = {dtype: f"thd_peer_reduce<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
 GATHER_KERNEL = "thd_peer_exchange<AllGather>"

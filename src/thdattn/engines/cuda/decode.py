@@ -10,8 +10,8 @@ from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Gpu, Launch
 from thdattn.engines.cuda.softcap import kind_of, logits_of
 from thdattn.jit import compiler
-from thdattn.kernels.decode_configs import CACHE_KERNELS, DECODE
-from thdattn.kernels.instances import Kind
+from thdattn.kernels.configs import TILES
+from thdattn.kernels.instances import CACHE_KERNELS, Kind
 from thdattn.kv_cache import KVCache
 from thdattn.plan.plan import Plan
 
@@ -67,12 +67,13 @@ def attn_decode(
 def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind) -> tuple[Array, Launch]:
     """Return lse, which a replayed graph writes although no caller of decode holds it, and the launch."""
     *_, num_kv_heads, head_dim = cache.k.shape
-    chosen, group = DECODE[head_dim, cache.v.shape[3]], num_heads // num_kv_heads
+    row, group = TILES[head_dim, cache.v.shape[3]], num_heads // num_kv_heads
+    chosen = row.decode
     blocks = num_kv_heads * -(-group // chosen.heads)  # of a row and part
     splits = chosen.splits(gpu.multiprocessors, num_rows * blocks, cache.longest_range)
     shares = num_rows * blocks * splits * min(group, chosen.heads) if splits > 1 else 0
     fixed = (launch.empty((shares, cache.v.shape[3]), np.float32), launch.empty((shares, 2), np.float32),
              cupy.zeros(num_rows * blocks, np.uint32), np.int32(group))  # fmt: skip
-    kernel = compiler.kernel(*chosen.thd_attn_decode(cache.k.dtype.name, kind))
+    kernel = compiler.kernel(*row.thd_attn_decode(cache.k.dtype.name, kind))
     lse = launch.empty((num_heads, num_rows), np.float32)
     return lse, Launch(kernel, (num_rows, blocks, splits), 32 * chosen.warps, fixed, early=True)
