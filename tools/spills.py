@@ -68,6 +68,7 @@ def judge_all(head_dim: int, v_head_dim: int, arch: str, only: str = "") -> Iter
     try:
         row = candidate(head_dim, v_head_dim, arch)
         kernels = row.hopper_kernels() if arch == "sm_90a" else row.portable_kernels(SHARED_BYTES[arch])
+        kernels += [row.thd_attn_decode(dtype) for dtype in ("float16", "bfloat16")]
     except ValueError as error:
         yield f"head dims {head_dim}/{v_head_dim}", Verdict(False, str(error))
         return
