@@ -344,6 +344,8 @@ def test_backward_is_the_first_choice_that_fits(dims):
         assert tiles.backward_for(need) == choice
     for shared_bytes in ARCHITECTURES.values():
         assert tiles.backward_for(shared_bytes) in tiles.backward
+    with pytest.raises(ValueError, match=f"needs {needs[-1]}; add a choice with smaller tiles"):
+        tiles.backward_for(needs[-1] - 1)
 
 
 @pytest.mark.parametrize("head_dim", range(32, 257, 16))
