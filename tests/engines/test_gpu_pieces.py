@@ -43,7 +43,8 @@ def pieces_of(case, num_heads, dims=(128, 128)):
     plan = attention.plan(case.batch(1), case.sharding, case.key_batch())
     row = TILES[dims]
     every = plan.arrays.query_tiles[1]
-    pieces, _ = forward._divided(launch.this_gpu(), row, plan, every, num_heads, num_heads, num_heads)
+    heads = launch.Heads(BFLOAT16, num_heads, num_heads, num_heads, *dims, ())
+    pieces, _ = forward._split_keys(launch.this_gpu(), row, plan, every, heads)
     ranges, tiles = to_host(plan.key_ranges), row.forward_sm90
     key_tiles = []
     for first in range(0, len(ranges), tiles.tile_m):
@@ -91,7 +92,8 @@ def test_a_tile_is_divided_alike_in_however_many_launches(cupy, of_heads):
     every = plan.arrays.query_tiles[1]
 
     def divided(order, num_heads):
-        pieces, _ = forward._divided(launch.this_gpu(), TILES[128, 128], plan, order, num_heads, of_heads, of_heads)
+        heads = launch.Heads(BFLOAT16, num_heads, of_heads, num_heads, 128, 128, (of_heads,))
+        pieces, _ = forward._split_keys(launch.this_gpu(), TILES[128, 128], plan, order, heads)
         return unpacked(pieces)
 
     wanted = divided(every, of_heads)
@@ -140,15 +142,15 @@ def test_any_division_is_the_oracle(cupy, monkeypatch, case, parts):
     """Whatever the ranges are: parts without a key, rows that see none of a part, and tiles with one part."""
     from thdattn.engines.cuda import forward, launch
 
-    def divided(gpu, row, plan, order, *heads):
-        _, where = forward_divided(gpu, row, plan, order, *heads)
+    def divided(gpu, row, plan, order, heads):
+        _, where = split_keys(gpu, row, plan, order, heads)
         words = [tile | part << 16 | count << 24 for number, tile in enumerate(order.get().tolist())
                  for count in (1 if number % 4 == 3 else parts,) for part in range(count)]  # fmt: skip
         beyond = [0] * launch.this_gpu().multiprocessors  # is read, and not done
         return cupy.asarray([len(words), *words, *beyond], np.int32), where
 
-    forward_divided = forward._divided
-    monkeypatch.setattr(forward, "_divided", divided)
+    split_keys = forward._split_keys
+    monkeypatch.setattr(forward, "_split_keys", divided)
     monkeypatch.setattr(forward.scheduler, "most_pieces", lambda *_: 32 * 12)
     check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda"))
 

@@ -282,7 +282,7 @@ def check_training(comm: thdattn.comm.Comm, cupy: Any) -> None:
 
 def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 40) -> None:
     """The plans of a static pack, element by element, are those that the host makes; with what is counted of them."""
-    from thdattn.engines.cuda.backward import shares_of
+    from thdattn.engines.cuda.backward import num_partials
     from thdattn.kernels.configs import TILES
 
     attentions = [
@@ -292,7 +292,7 @@ def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 
     for num_batches in (1, 2):
         graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=1))
         pack = StaticPack(graphs, attentions, ROWS, sharding, num_batches)
-        shares = [shares_of(row, plan) for row, plan in zip(rows, pack.plans(), strict=True)]
+        shares = [num_partials(row, plan) for row, plan in zip(rows, pack.plans(), strict=True)]
         replayed = [graphs.captured(partial(pack.plans, number), "plans") for number in range(num_batches)]
         fitting = [batch for batch in packs(comm.size, count, seed=7) if pack.fits([batch])]
         assert len(fitting) == count - count // 5 > 2 * num_batches
@@ -305,7 +305,7 @@ def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 
                     for field, x in vars(host_arrays(shared, comm.rank, plan.window, plan.tiles)).items():
                         if x is not None:
                             np.testing.assert_array_equal(to_host(getattr(plan.arrays, field)), x, field)
-                    wanted = shares_of(row, attention.plan(shared.batch, shared))
+                    wanted = num_partials(row, attention.plan(shared.batch, shared))
                     np.testing.assert_array_equal(to_host(counted), to_host(wanted), "shares")
                     plan.check()
         graphs.close()
