@@ -1,4 +1,4 @@
-"""CPAttention: validates once, has an engine and a method chosen, plans, and runs the method."""
+"""CPAttention: validate arguments, select an engine and a method, plan batches, and run the method."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _SAME_PLAN = "pass every rank the same batch and sharding, and make CPAttention 
 class CPAttention:
     """Attention over packed sequences whose rows are spread over the ranks of a comm.
 
-    Query head h reads kv head h // (num_heads // num_kv_heads). Rows of padding in q, k, v, dout never change a
-    result, NaN included, and out, dq, dk, dv are exactly 0 there.
+    Query head h reads kv head h // (num_heads // num_kv_heads). Padding rows of q, k, v and dout never change a
+    result, even if they hold NaN. Padding rows of out, dq, dk and dv are exactly 0.
 
     Args:
-        comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local; for the two levels of a cp_comm_type with a
-            "+", (inner, outer), or thdattn.comm.levels.Levels of them: neighbours, and the ranks with the same number
-            among theirs.
+        comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local. A cp_comm_type with a "+" has two levels and
+            takes (inner, outer) or thdattn.comm.levels.Levels: inner connects neighbours, outer connects the ranks
+            that have the same number in their groups of neighbours.
         num_heads: query heads.
         head_dim: width of q and k.
         num_kv_heads: heads of k and v, a divisor of num_heads; num_heads by default.
@@ -50,24 +50,24 @@ class CPAttention:
             attention has no right side: -1 or 0.
         softmax_scale: factor on q.k, > 0; head_dim**-0.5 by default.
         dtype: of q, k, v: "bfloat16" or "float16"; the reference engine also takes "float32" and "float64".
-        deterministic: bitwise the same results on every run with the same inputs and cp_size; the backward of the
-            CUDA engine is then slower, as it adds up dq in a fixed order.
+        deterministic: results are bitwise the same on every run with the same inputs and cp_size. The CUDA engine's
+            backward is then slower, because it sums dq in a fixed order.
         engine: "cuda", "reference", or "auto": cuda where a GPU is usable and the comm takes GPU arrays.
-        head_groups: how many groups of kv heads, a divisor of num_kv_heads, are gathered and computed one after
-            another, so that what one group sends hides behind another's work; by default by the bytes that a rank
-            gets, for all_gather the first of 3 groups being the smallest, and 1 where nothing hides (comm.overlaps).
-            The same on all ranks.
-        keep_keys: whether forward keeps the keys and values of all ranks for the backward, which gathers them again
-            otherwise; by default if they are no larger than what has to be kept of the layer anyway, and of "balanced"
-            whenever some travel. The same on all ranks. Of a2a, whether it keeps q, k, v, out as exchanged: by default
-            it does. p2p keeps nothing.
-        cp_comm_type: what travels between ranks. "all_gather": the keys and values of all ranks, or, with the sharding
-            "balanced", those that a rank's queries see. "a2a": heads, so that a rank has all rows of some of them.
-            "p2p": keys and values, round a ring, where those of all ranks would take too much memory.
-            "a2a+all_gather", "a2a+p2p": heads among the ranks of inner, keys and values between those of outer.
-        softcap: > 0: a logit is softcap * tanh(softmax_scale * q.k / softcap), which stays below it; 0: as it is.
-        sinks: whether every query head has a sink, a logit that takes part in the softmax of each of its rows and has
-            no value, so that a query may attend to nothing; forward takes them, and backward returns their gradient.
+        head_groups: number of groups of kv heads, a divisor of num_kv_heads; the same on all ranks. Groups are gathered
+            and computed one after another, so that the exchange of one group overlaps the compute of another. The
+            default follows the bytes that a rank receives; it is 1 where nothing overlaps (comm.overlaps). all_gather
+            splits heads into 3 groups by default, of which the first is the smallest.
+        keep_keys: forward keeps the gathered keys and values for the backward, which otherwise gathers them again; the
+            same on all ranks. By default they are kept if they are no larger than what the layer keeps anyway, and
+            with "balanced" whenever ranks exchange some. a2a keeps q, k, v and out as exchanged, by default always.
+            p2p keeps nothing.
+        cp_comm_type: what ranks exchange. "all_gather": the keys and values of all ranks; with the sharding "balanced",
+            those that a rank's queries see. "a2a": heads, so that a rank has all rows of some heads. "p2p": keys and
+            values round a ring, where those of all ranks would take too much memory. "a2a+all_gather", "a2a+p2p":
+            heads among the ranks of inner, keys and values among the ranks of outer.
+        softcap: if > 0, a logit is softcap * tanh(softmax_scale * q.k / softcap), which stays below softcap; 0: no cap.
+        sinks: every query head has a sink: a logit without a value that joins the softmax of each of the head's rows.
+            A query may then attend to nothing. forward takes the sinks, and backward returns their gradient.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
@@ -144,33 +144,32 @@ class CPAttention:
         self, batch: PackedBatch, sharding: str | Sharding | None = None, key_batch: PackedBatch | None = None,
         like: PackedBatch | None = None, finite_padding: bool = False, forward_only: bool = False,
     ) -> Plan:
-        """Plans one batch for this rank; every layer with this mask and these head dims can use it.
+        """Plan one batch for this rank; every layer with this mask and these head dims can use the plan.
 
         Collective: every rank calls it with the same batch, which is checked (lengths on a GPU are not read).
 
         Args:
-            batch: the global lengths. Plans of one batch for several masks share what they can. On a GPU only with
-                engine "cuda"; then nothing is copied to the host and the plan may be made inside a captured CUDA graph.
-                Wrong ones make all results NaN; see Plan.check.
-            sharding: "dual_chunk", "contiguous" or "balanced", or a Sharding of this batch over comm.size ranks; by
-                default "contiguous" for a2a, which takes "dual_chunk" too, and "dual_chunk" for the others. With two
-                levels it is how rows are spread over the groups of neighbours, who have slices of a group's rows.
-            key_batch: for cross-attention on one rank, lengths and rows of the keys, sequence by sequence, on the side
-                (host or GPU) where batch has its own; None: those of batch. The last query of a sequence stands at its
-                last key, and the others before it: a query at position p of L_q at position p + L_k - L_q of L_k keys.
-            like: where the lengths of batch lie on a GPU, a batch on the host as they usually are, which says how many
-                heads are best done together; results do not depend on it.
+            batch: the global lengths. Plans of one batch for several masks share arrays where they can. Lengths on a
+                GPU need engine "cuda": nothing is copied to the host, and a captured CUDA graph may make the plan.
+                Wrong lengths on a GPU make all results NaN; see Plan.check.
+            sharding: "dual_chunk", "contiguous" or "balanced", or a Sharding of this batch over comm.size ranks. The
+                default is "contiguous" for a2a, which also takes "dual_chunk", and "dual_chunk" for the other methods.
+                With two levels it spreads rows over groups of neighbours, who own equal slices of their group's rows.
+            key_batch: for cross-attention on one rank, the lengths and rows of the keys, sequence by sequence, on the
+                same side (host or GPU) as batch; None: self-attention. Queries and keys of a sequence are aligned at
+                the end: the query at position p of L_q has position p + L_k - L_q among the L_k keys.
+            like: for lengths on a GPU, a batch on the host with typical lengths. It decides how many heads are computed
+                together; results do not depend on it.
             finite_padding: padding of q, k, v and dout holds finite numbers, as in a model that computes those rows
-                too; it is then left in its place, where on one rank it would be copied around.
-            forward_only: backward is not called with this plan, so that there need not be room for it.
+                too. One rank then reads rows in place, where it would otherwise first copy them without padding.
+            forward_only: backward is not called with this plan, so free memory need not hold its buffers.
 
         Raises:
             TypeError: batch, key_batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: an unknown sharding, lengths that the sharding cannot split, a Sharding of another batch or
-                size, a key_batch of another number of sequences, on the other side or for several ranks, or (on every
-                rank) a batch that differs between ranks, or one for whose work buffers and one layer there is no room
-                on the GPU of a rank of several, see memory, or the GPU of one has told meanwhile that lengths of the
-                last plan were wrong.
+                size, or a key_batch of another number of sequences, on the other side or for several ranks. On every
+                rank: a batch that differs between ranks, too little free GPU memory on one of several ranks for the
+                work buffers and one layer (see memory), or wrong lengths on a GPU in the previous plan of one rank.
             RuntimeError: lengths on the host, inside a captured CUDA graph.
         """
         plan = self._outline(batch, sharding, key_batch, like, finite_padding)
@@ -185,7 +184,7 @@ class CPAttention:
         return plan
 
     def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:
-        """How plan spreads the rows of a batch: for what has to know it before, such as who reads which document.
+        """Return the sharding that plan would use, for example to decide in advance which rank reads which document.
 
         Args:
             batch, sharding: as for plan.
@@ -196,10 +195,10 @@ class CPAttention:
         return self._selection.sharding(batch, sharding)
 
     def prepare(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> None:
-        """Does ahead what plan will ask of the host, if it does not lie on a GPU, for another thread. Not collective.
+        """Compute the host's part of plan ahead, in another thread, for lengths on the host. Not collective.
 
-        That is to find whose the rows are and which ones travel, where that depends on the lengths: "balanced". It is
-        kept as long as the batch.
+        The sharding "balanced" derives from the lengths which rank owns each row and which rows ranks exchange. The
+        result is kept as long as the batch.
 
         Args:
             batch, sharding: as for plan, which is then to be called with the same batch.
@@ -214,7 +213,7 @@ class CPAttention:
         self, batch: PackedBatch, sharding: str | Sharding | None = None, key_batch: PackedBatch | None = None,
         like: PackedBatch | None = None, finite_padding: bool = False,
     ) -> Memory:
-        """Bytes of every buffer that a layer and its plan take on this rank, before anything is allocated.
+        """Return the bytes of every buffer that a layer and its plan take on this rank, before any allocation.
 
         Not collective, as it depends on the shapes of the batch alone; lengths on a GPU are not read.
 
@@ -234,7 +233,7 @@ class CPAttention:
         self, batch: PackedBatch, sharding: str | Sharding | None, key_batch: PackedBatch | None,
         like: PackedBatch | None, finite_padding: bool,
     ) -> Plan:
-        """A plan without its arrays."""
+        """Return a plan without its arrays."""
         sharding = self.sharding(batch, sharding)
         if key_batch is not None:
             build.check_key_batch(key_batch, batch, self.comm.size)
@@ -251,26 +250,26 @@ class CPAttention:
         self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False, keys: GatheredKV | None = None,
         sinks: Any = None,
     ) -> tuple[Any, Saved]:
-        """Attention of this rank's rows over the keys of all ranks. Collective.
+        """Compute attention of this rank's rows over the keys of all ranks. Collective.
 
         Args:
             q: (local_rows, num_heads, head_dim), this rank's rows in the order of plan.rows.
             k: (local_rows, num_kv_heads, head_dim); for cross-attention plan.key_rows rows, in sequence order.
             v: (local_rows, num_kv_heads, v_head_dim), rows as k.
-            plan: from this attention's plan method, or that of one with the same mask and head dims.
+            plan: from the plan method of this attention, or of one with the same mask and head dims.
             return_max_logit: also compute saved.max_logit.
-            keys: from gather, of the same k, v and plan, if that has been called before.
-            sinks: (num_heads,) float32 (float64 for float64 inputs), finite or -inf, which is none; the same on all
-                ranks. For an attention with sinks, and only for that.
+            keys: from gather, of the same k, v and plan, if gather has been called before.
+            sinks: (num_heads,) float32 (float64 for float64 inputs), finite, or -inf for a head without a sink; the
+                same on all ranks. Required by an attention with sinks, refused by one without.
 
         Returns:
-            (out, saved): out (local_rows, num_heads, v_head_dim), a new array, 0 for a query that sees no key, as its
-                gradient; saved goes to backward.
+            (out, saved): out is a new (local_rows, num_heads, v_head_dim) array. A query that sees no key has out 0
+                and gradient 0. Pass saved to backward.
 
         Raises:
-            TypeError: an array of the wrong dtype or on the wrong device, or a plan that is none.
-            ValueError: an array of the wrong shape, a plan of another rank, size, mask, engine or head dim, or on one
-                rank one whose lengths the GPU has found wrong meanwhile. Over several ranks out is NaN then.
+            TypeError: an array of the wrong dtype or on the wrong device, or plan is no Plan.
+            ValueError: an array of the wrong shape; a plan of another rank, size, mask, engine or head dim; on one rank
+                also a plan whose lengths the GPU has found wrong. Over several ranks out is NaN for such a plan.
         """
         with self.comm.checked("attention forward", self._description, plan):
             check_plan(plan, self._plans)
@@ -285,9 +284,9 @@ class CPAttention:
         return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept, sinks, plan.generation)
 
     def gather(self, k: Any, v: Any, plan: Plan) -> GatheredKV:
-        """Start to gather the keys and values of all ranks, for a forward or backward to come. Collective.
+        """Start to gather the keys and values of all ranks for a later forward or backward. Collective.
 
-        It lets the exchange overlap other work, such as making q, or the layer behind this one:
+        The exchange then overlaps other work, such as computing q, or the next layer:
 
         ```python
         keys = attn.gather(k, v, plan)
@@ -301,10 +300,10 @@ class CPAttention:
             k, v, plan: as for forward.
 
         Returns:
-            GatheredKV and values for one call. Two of a plan may be on their way at a time.
+            GatheredKV for one call. A plan allows two unfinished gathers at a time.
 
         Raises:
-            TypeError, ValueError: as forward; also a ValueError if two are on their way.
+            TypeError, ValueError: as forward; also a ValueError for a third unfinished gather.
         """
         with self.comm.checked("attention gather", self._description, plan):
             check_plan(plan, self._plans)
@@ -315,24 +314,24 @@ class CPAttention:
         return keys
 
     def can_gather(self, plan: Plan) -> bool:
-        """Whether gather may be called with this plan: whether keys and values alone travel, and all of them."""
+        """Return whether gather takes this plan: whether ranks exchange keys and values only, and all of them."""
         return self._selection.can_gather(plan)
 
     def backward(self, dout: Any, saved: Saved, keys: GatheredKV | None = None) -> tuple[Any, ...]:
-        """Gradients of forward for this rank's rows. Collective.
+        """Compute the gradients of forward for this rank's rows. Collective.
 
         Args:
             dout: (local_rows, num_heads, v_head_dim), gradient of out.
-            saved: from forward of this attention, or of one that differs in nothing that saved.made_with names.
-            keys: from gather, of saved.k and saved.v, if that has been called before; saved.keys are used first.
+            saved: from forward of this attention, or of one that agrees in all fields of saved.made_with.
+            keys: from gather, of saved.k and saved.v, if gather has been called before; saved.keys take precedence.
 
         Returns:
-            (dq, dk, dv): new arrays, shapes and dtype of q, k, v. dk and dv are summed over ranks in float32; with
-            sinks also dsinks: what this rank's rows give to their gradient, to be summed over ranks as of weights.
+            (dq, dk, dv): new arrays with the shapes and dtype of q, k, v. dk and dv are summed over ranks in float32.
+            With sinks (dq, dk, dv, dsinks): dsinks is this rank's partial sum. Sum it over ranks, as for weights.
 
         Raises:
-            TypeError, ValueError: as forward; also a ValueError for a saved of another attention, or of lengths that
-                its plan no longer has.
+            TypeError, ValueError: as forward; also a ValueError for saved of another attention, or of lengths that
+                the plan no longer has.
         """
         dq, dk_dv = self._backward(dout, saved, keys, at_once=True)
         return dq, *dk_dv()
@@ -340,13 +339,13 @@ class CPAttention:
     def start_backward(
         self, dout: Any, saved: Saved, keys: GatheredKV | None = None
     ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
-        """backward, with dq at once, and dk and dv on their way, for what needs dq alone meanwhile. Collective.
+        """Compute dq and start to reduce dk and dv, so that work on dq overlaps the reduction. Collective.
 
         Args:
             dout, saved, keys: as for backward.
 
         Returns:
-            (dq, dk_dv): dk_dv() has the current stream wait and returns (dk, dv), and with sinks (dk, dv, dsinks).
+            (dq, dk_dv): dk_dv() makes the current stream wait and returns (dk, dv), with sinks (dk, dv, dsinks).
 
         Raises:
             TypeError, ValueError: as backward.
@@ -375,7 +374,7 @@ class CPAttention:
         return dq, lambda: (*dk_dv(), dsinks)
 
     def cache(self, num_texts: int, capacity: int) -> KVCache:
-        """An empty cache for decode, with room for `capacity` rows of keys and values of each of num_texts texts.
+        """Return an empty KV cache for decode: num_texts sequences of up to `capacity` rows of keys and values each.
 
         Raises:
             TypeError: a count that is no int.
@@ -385,22 +384,23 @@ class CPAttention:
         return make_cache(self._engine, self.comm.size, num_texts, capacity, *shape, self.dtype, self.window)
 
     def decode(self, q: Any, k: Any, v: Any, cache: KVCache, sinks: Any = None) -> Any:
-        """Attention of the next rows of every text over all that the cache has of it, these rows included.
+        """Append the next rows of every sequence to the cache, and compute their attention over the whole sequence.
 
-        It copies nothing to the host and waits for nothing. Once it has run, it can be captured in a CUDA graph, whose
-        replays go on from the lengths that they find.
+        decode copies nothing to the host and never waits. After a first call a CUDA graph may capture it; replays
+        continue from the lengths in the cache.
 
         Args:
-            q: (num_texts * n, num_heads, head_dim), n rows of text 0, then of text 1, ...; n is any number >= 1.
-            k: (num_texts * n, num_kv_heads, head_dim); v: (.., v_head_dim): appended to the cache.
-            cache: from this attention's cache method, or from that of one with the same kv heads, head dims and mask.
+            q: (num_texts * n, num_heads, head_dim), n rows of sequence 0, then of sequence 1, ...; any n >= 1.
+            k: (num_texts * n, num_kv_heads, head_dim), appended to the cache.
+            v: (num_texts * n, num_kv_heads, v_head_dim), appended to the cache.
+            cache: from the cache method of this attention, or of one with the same kv heads, head dims and mask.
             sinks: as for forward.
 
         Returns:
-            (num_texts * n, num_heads, v_head_dim), a new array; 0 for texts that do not fit, see KVCache.lengths.
+            (num_texts * n, num_heads, v_head_dim), a new array; 0 for sequences that do not fit, see KVCache.lengths.
 
         Raises:
-            TypeError: an array of the wrong dtype or on the wrong device, or a cache that is none.
+            TypeError: an array of the wrong dtype or on the wrong device, or cache is no KVCache.
             ValueError: an array of the wrong shape, or a cache of another attention.
         """
         rows = rows_to_decode(q, cache)
@@ -414,10 +414,10 @@ class CPAttention:
         return out
 
     def flops(self, plan: Plan | PackedBatch) -> Flops:
-        """Operations of one forward and one backward over a batch, of all ranks together.
+        """Count the operations of one forward and one backward over a batch, summed over all ranks.
 
-        By FlashAttention's convention, so that speeds can be compared: products of visible pairs alone, two forward
-        (one as wide as q and k, one as v), and 2.5 times as many operations backward (five products).
+        FlashAttention's convention makes speeds comparable: it counts matrix products over visible pairs alone. The
+        forward has two products, one of q's width and one of v's. The backward counts 2.5 times the forward.
 
         Args:
             plan: as for forward, or a batch of self-attention that needs no plan; lengths on the host.
@@ -437,13 +437,13 @@ class CPAttention:
         return keeps_keys(plan, self.num_heads, self.num_kv_heads, self.keep_keys)
 
     def _check_gathered(self, keys: GatheredKV | None, k: Any, v: Any, plan: Plan) -> None:
-        """Raise for keys, if there are some, that were not gathered for a call with these k, v and plan."""
+        """Raise for gathered keys, unless None, that do not belong to these k, v and plan."""
         if keys is not None:
             self._selection.check_gathers("keys were passed", plan)
             check_keys(self._engine, keys, k, v, plan)
 
     def _method_options(self, plan: Plan) -> MethodOptions:
-        """Return the method's options for this plan, which are made once."""
+        """Return this plan's cached method options."""
         options = self._options.get(plan)
         if options is None:
             outer = None if plan.core is None else self._selection.between(plan)

@@ -1,7 +1,7 @@
 """The plan of one rank: which keys every query row sees, as ranges of rows, and the maps between the two row orders.
 
-Made once per batch and used by every layer, forward and backward. Masks (mask.py), shardings, chunks and padding become
-ranges of rows: the engines see nothing else.
+A plan is made once per batch and used by every layer, forward and backward. It turns masks (mask.py), shardings, chunks
+and padding into ranges of rows: the engines see nothing else.
 """
 
 from __future__ import annotations
@@ -30,30 +30,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
 class PlanArrays:
-    """The arrays of a plan, int32 but for `valid`, in the engine's own array type.
+    """Arrays of a plan, int32 except `valid`, in the engine's own array type.
 
-    rows, positions: (local_rows,), sequence-order row (-1: filler) and position in its sequence of every local row.
-    valid: (local_rows,) bool, whether a local row holds a token.
-    key_ranges: (local_rows, 2), [begin, end) rows of the key buffer, in sequence order, that a query row sees;
-        (0, 0) for none and for padding; all (-1, -1) where lengths on a GPU are wrong, which makes out and lse NaN.
-    query_ranges: (key_rows, 2), its transpose: [begin, end) local query rows that see a key row; (0, 0) for none.
-    rank_order: the row of the key buffer of every row of keys that a rank gets or has, -1 for none. Gathered keys:
-        (cp_size * local_key_rows,), rank after rank. Needed rows: (num_received + local_rows,), those it gets, rank
-        after rank, and then its own. None: for the rows of one rank.
-    query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders: if sequences are
-        not few, the longest first, so that tiles that share keys or queries are near; the longest tile first.
-    all_rows: (cp_size * local_rows,), `rows` of all ranks, one rank after another.
-    rows_of_keys: (key_rows,), sequence-order row of every row of the key buffer, ascending, then -1 for fillers; None:
-        it has all rows of the pack.
-    sends: (num_sent,), local rows that go to other ranks, rank after rank, ascending; None: they are not needed rows.
-    returns: (cp_size, local_rows), where each rank's share of the gradient of a local row is: in what comes back, of
-        which row i is a share of row sends[i], or, of this rank itself, in its key buffer; -1: it has none.
-    places: (key_rows,), the local row of every row of the key buffer that no other rank gets, whose gradients are this
-        rank's alone; -1: of others. None: they are not needed rows.
-    lengths: the ops.plan.DeviceLengths of lengths on a GPU, which knows whether they are wrong; None: on the host.
-    offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of other keys, as kernels
-        read them; None: NumPy's.
-    stream: of CUDA, on which the arrays were made; None: NumPy's.
+    "Needed rows" are the key rows that this rank's queries see, where the sharding is by_runs: the key buffer then has
+    these alone.
+
+    Attributes:
+        rows: (local_rows,), sequence-order row of every local row; -1 for a filler.
+        positions: (local_rows,), position of every local row in its sequence.
+        valid: (local_rows,) bool, True where a local row holds a token.
+        key_ranges: (local_rows, 2), [begin, end) rows of the key buffer, in sequence order, that a query row sees;
+            (0, 0) for none and for padding. All are (-1, -1) where lengths on a GPU are wrong: out and lse become NaN.
+        query_ranges: (key_rows, 2), the transpose: [begin, end) local query rows that see a key row; (0, 0) for none.
+        rank_order: row in the key buffer of every key row that this rank receives or owns; -1 for none.
+            Gathered keys: (cp_size * local_key_rows,), rank after rank. Needed rows: (num_received + local_rows,),
+            received rows, rank after rank, then own rows. None: the key buffer has the rows of one rank (keys_of).
+        query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders. The first
+            order puts the longest sequences first, so that tiles with common keys or queries are near each other; few
+            sequences use the second order here too. The second order puts the longest tiles first.
+        all_rows: (cp_size * local_rows,), `rows` of all ranks, rank after rank.
+        rows_of_keys: (key_rows,), sequence-order row of every key buffer row, ascending, then -1 for fillers; None:
+            the key buffer has all rows of the pack.
+        sends: (num_sent,), local rows that this rank sends, by receiving rank, ascending; None without needed rows.
+        returns: (cp_size, local_rows), where each rank's partial sum of the gradient of a local row is found; -1: that
+            rank has none. Other ranks' are rows of the returned gradients, where row i belongs to local row sends[i];
+            this rank's own are rows of its key buffer.
+        places: (key_rows,), the local row of every key buffer row that no other rank receives, so that this rank alone
+            has its gradient; -1 for other rows. None without needed rows.
+        lengths: the engines.cuda.plan.DeviceLengths of lengths on a GPU, which checks them; None: on the host.
+        offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of keys with lengths of
+            their own, as kernels read them; None for NumPy arrays.
+        stream: CUDA stream on which the arrays were made; None for NumPy arrays.
     """
 
     rows: Any
@@ -74,26 +81,28 @@ class PlanArrays:
     stream: Any = None
 
 
-NO_ARRAYS = PlanArrays(*[None] * 9)  # of a plan that is asked for sizes alone
+NO_ARRAYS = PlanArrays(*[None] * 9)  # for a plan that only answers sizes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """What one rank needs to know of a batch; made by CPAttention.plan.
+    """Plan of one batch for one rank, made by CPAttention.plan.
 
-    The work buffers of a plan are reused by every call: calls with one plan belong on one stream, which need not be the
-    one that it was made on. Where a CUDA graph makes the plan, calls anywhere find that of its last replay.
+    Every call reuses the plan's work buffers, so all calls with one plan belong on one stream. It may be another stream
+    than the one that the plan was made on. If a CUDA graph makes the plan, every call uses the plan of its last replay.
 
     Attributes:
-        sharding, cp_rank: whose plan it is.
+        sharding: how the rows of the batch are spread over ranks.
+        cp_rank: the rank that the plan is for.
         window: (left, right), -1 = unlimited; a causal mask is right = 0.
-        head_dims: (head_dim, v_head_dim) of the attentions that can use it; their numbers of heads may differ.
+        head_dims: (head_dim, v_head_dim) of the attentions that can use the plan; their numbers of heads may differ.
         tiles: (rows per query tile, rows per key tile) that query_tiles and key_tiles are made for.
         arrays: the PlanArrays.
         engine: engines.reference or engines.cuda.
-        keys_of: the rank whose rows, as it has them, are the key buffer; None: the buffer has the rows of all ranks in
-            sequence order, or, where the sharding is by_runs, those that this rank needs.
-        core: where heads are exchanged, the plan of the attention over all rows of the group; key_ranges are its.
+        keys_of: the rank whose local rows, in local order, are the key buffer. None: the key buffer has the rows of all
+            ranks in sequence order, or, where the sharding is by_runs, the rows that this rank's queries see.
+        core: the plan of the attention over all rows of the group, where ranks exchange heads; None elsewhere. The
+            key_ranges of this plan are rows of the core's key buffer.
     """
 
     sharding: Sharding
@@ -108,7 +117,7 @@ class Plan:
     _finite_padding: bool = False
     keys_of: int | None = None
     core: Plan | None = None
-    _handle: Any = field(init=False)  # by which thdattn.torch finds it again in code that torch.compile made
+    _handle: Any = field(init=False)  # thdattn.torch finds the plan by it in code that torch.compile made
     _kept: Kept = field(default_factory=Kept)
     _buffers: Buffers = field(default_factory=Buffers)  # shared by the plan of all keys and those of slices
 
@@ -125,7 +134,7 @@ class Plan:
 
     @cached_property
     def made_for(self) -> dict[str, Any]:
-        """What must agree with the attention that uses the plan."""
+        """Fields that must agree with the attention that uses the plan."""
         return {
             "cp_size": self.cp_size, "cp_rank": self.cp_rank, "window": self.window, "engine": self.engine_name,
             "head_dims": self.head_dims, "tiles": self.tiles, "head_ranks": self.head_ranks,
@@ -133,17 +142,17 @@ class Plan:
 
     @property
     def engine_name(self) -> str:
-        """Of the engine whose arrays it has: "cuda" or "reference"."""
+        """Name of the engine that made the arrays: "cuda" or "reference"."""
         return str(self.engine.name)
 
     @property
     def batch(self) -> PackedBatch:
-        """The batch the plan is about: that of the queries."""
+        """The batch of the queries."""
         return self.sharding.batch
 
     @property
     def key_batch(self) -> PackedBatch:
-        """The batch of the keys: `batch` itself, but for cross-attention."""
+        """The batch of the keys: `batch` itself, except in cross-attention."""
         return self._key_batch or self.batch
 
     @property
@@ -153,7 +162,7 @@ class Plan:
 
     @property
     def head_ranks(self) -> int:
-        """Number of ranks among which heads are exchanged: 1 where none are."""
+        """Number of ranks that exchange heads with each other; 1 where no heads are exchanged."""
         return 1 if self.core is None else self.cp_size // self.core.cp_size
 
     @property
@@ -163,12 +172,12 @@ class Plan:
 
     @property
     def local_key_rows(self) -> int:
-        """Rows of k and v that every rank stores, fillers included: local_rows, but for cross-attention."""
+        """Rows of k and v that every rank stores, fillers included: local_rows, except in cross-attention."""
         return self.local_rows if self._key_batch is None else -(-self._key_batch.total_rows // self.cp_size)
 
     @property
     def key_rows(self) -> int:
-        """Rows of the key buffer: all rows of the packed keys, in sequence order; or fewer, see keys_of."""
+        """Rows of the key buffer: all rows of the packed keys in sequence order, or fewer, see keys_of."""
         if self.keys_of is not None:
             return self.local_rows
         if self.sharding.by_runs:
@@ -181,16 +190,16 @@ class Plan:
 
     @cached_property
     def routes(self) -> Routes | None:
-        """How many rows of keys go from rank to rank; None: not needed rows alone, but all."""
+        """Numbers of key rows that ranks send to each other; None where ranks exchange all rows."""
         return Routes(self._needed_rows.table(), self.cp_rank) if self.sharding.by_runs else None
 
     @property
     def slices(self) -> list[Plan]:
-        """For every rank the plan whose key buffer has that rank's rows, for a ring; they share work buffers."""
+        """Plans for a ring, one for each rank, whose key buffer has that rank's rows; they share work buffers."""
         return self.memoize("slices", lambda: [self.slice_of(rank) for rank in range(self.cp_size)])
 
     def slice_of(self, rank: int) -> Plan:
-        """One of the slices; without arrays if this plan has none."""
+        """Return the plan whose key buffer has the rows of one rank; without arrays if this plan has none."""
         arrays, of = self.arrays, (self.sharding, self.cp_rank, self.window, self.tiles)
         if arrays is not NO_ARRAYS:
             arrays = self.engine.plan_arrays(*of, keys_of=rank, lengths=arrays.lengths)
@@ -198,36 +207,36 @@ class Plan:
 
     @cached_property
     def needs_own_rows(self) -> bool:
-        """Whether the needed rows are all of this rank's and no others."""
+        """True if this rank's queries see all of its own key rows and no others."""
         return self.routes is not None and self.key_rows == self.local_rows and not self.routes.num_received
 
     @property
     def is_apart(self) -> bool:
-        """Whether, beside that, no other rank needs one of them."""
+        """True if, besides, no other rank's queries see a key row of this rank."""
         return self.needs_own_rows and self.routes is not None and not self.routes.num_sent
 
     @property
     def first_own(self) -> int:
-        """Where this rank's rows begin in what rank_order is about."""
+        """Index in rank_order of this rank's first row."""
         return self.cp_rank * self.local_key_rows if self.routes is None else self.routes.num_received
 
     @property
     def num_tiles(self) -> tuple[int, int]:
-        """Tiles of local query rows and of key rows."""
+        """Number of tiles of local query rows, and of key rows."""
         rows = self.local_rows, self.key_rows
         return -(-rows[0] // self.tiles[0]), -(-rows[1] // self.tiles[1])
 
     @cached_property
     def foreign_tiles(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Of needed rows: which tiles of queries see a row of another rank, and which tiles of keys have one."""
+        """Flags, with needed rows: query tiles that see a row of another rank, and key tiles that have one."""
         return foreign_tiles(self.batch, self.cp_size, self.window, self.local_rows, self.cp_rank, self.tiles)
 
     @cached_property
     def has_unseen_keys(self) -> bool:
-        """Whether some row of the key buffer, that no query sees, may hold NaN; True where only the GPU knows.
+        """True if a key buffer row that no query sees may hold NaN, or if only the GPU knows.
 
-        Such are padding and, in cross-attention, keys of no query or before the window of the first; of the keys of
-        another rank those that only queries of others see.
+        Such rows are padding. In cross-attention they also are keys without a query, or before the first query's
+        window. In another rank's rows (keys_of) they also are keys that only other ranks' queries see.
         """
         if self.keys_of is not None and self.cp_size > 1:
             return not self._finite_padding
@@ -237,22 +246,22 @@ class Plan:
 
     @cached_property
     def has_masked_out_queries(self) -> bool:
-        """Whether some local row of some rank, that sees no key, may hold NaN; True where only the GPU knows.
+        """True if a local row of any rank that sees no key may hold NaN, or if only the GPU knows.
 
-        Such are padding, fillers and, in cross-attention, queries that have no key or stand before the first.
+        Such rows are padding and fillers. In cross-attention they also are queries without a key, or before the first.
         """
         return self._hides(self.cp_size * self.local_rows, self.batch, self.key_batch, self.window)
 
     @cached_property
     def leading_tokens(self) -> int | None:
-        """How many of the first local rows hold tokens, where none of the others does; None: nobody knows, or not so.
+        """Number of local rows with tokens, if they precede all other local rows; None if not, or if unknown.
 
-        In cross-attention it is None, as there are tokens that see no key.
+        In cross-attention it is None, because some tokens may see no key.
         """
         return None if self._key_batch is not None else self.sharding.leading_tokens(self.cp_rank)
 
     def _hides(self, num_rows: int, batch: PackedBatch, other: PackedBatch, window: tuple[int, int]) -> bool:
-        """Return whether some of the rows holds no token of batch, or one that sees none of other."""
+        """Return whether any of the rows holds no token of batch, or a token that sees no token of other."""
         if self._finite_padding:
             return False
         if batch.on_device or batch.total_tokens < num_rows:
@@ -276,19 +285,19 @@ class Plan:
 
     @property
     def valid(self) -> Any:
-        """(local_rows,) bool: whether a local row holds a token, for a loss; else it is padding or a filler."""
+        """(local_rows,) bool, True where a local row holds a token, for a loss; False for padding and fillers."""
         return self.arrays.valid
 
     @property
     def visible_pairs(self) -> int:
-        """Pairs (query, key) that the mask leaves, of all ranks together. ValueError if the offsets lie on a GPU."""
+        """Number of (query, key) pairs that the mask leaves, over all ranks. ValueError for offsets on a GPU."""
         return visible_pairs(self.batch, self.key_batch, self.window)
 
     @cached_property
     def expected_pairs(self) -> int | None:
-        """The same, or that of a batch that is said to be like this one; None where nothing is known.
+        """Expected visible_pairs: with lengths on a GPU, those of the batch passed as `like`; None without one.
 
-        Of the keys of one rank their part, as if all had the same.
+        With keys_of it is an equal share of the pairs, as if all ranks' keys had as many.
         """
         batch = self._like if self.batch.on_device else self.batch
         if batch is None:
@@ -303,45 +312,48 @@ class Plan:
 
     @property
     def rank_order(self) -> Any:
-        """(cp_size * local_key_rows,) int32, sequence-order row of every gathered row of keys; -1 for fillers.
+        """(cp_size * local_key_rows,) int32, sequence-order row of every gathered key row; -1 for fillers.
 
-        Of needed rows, the row of the key buffer of every row that this rank gets, and of its own; see PlanArrays.
+        With needed rows: the key buffer row of every row that this rank receives, then of its own; see PlanArrays.
         """
         return self.arrays.rank_order
 
     def memoize(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` returned when it was first called for this key: what a plan's calls have in common; see Kept."""
+        """Return the value that this plan's calls cache for `key`; call `make` on a miss. See Kept."""
         return self._kept.memoize(key, make, self._capture)
 
     def _capture(self) -> int | None:
-        """The number of the capture that the current stream is in, but for that which makes the plan; None: in none."""
+        """Return the number of the current stream's graph capture; None without one, or if it makes this plan."""
         number: int | None = self.engine.capture()
         return None if self.arrays.lengths is not None and number == self.arrays.lengths.made_in else number
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike, room: tuple[int, ...] | None = None) -> Any:
-        """A work buffer of a name, shape and dtype, made on first use and kept: CUDA graphs find it where it was.
+        """Return the work buffer of a name, shape and dtype. The first use allocates it; CUDA graphs keep its address.
 
-        room: the shape of the largest of some that are in use one after another, and so lie in one memory, which is
-            made for that one at once, as it can neither grow nor move later; None: it shares none.
+        Args:
+            name: buffers of one name and shape are the same memory.
+            shape, dtype: of the array.
+            room: shape of the largest of several buffers that are in use one after another and share memory. The first
+                use allocates that size, because memory can neither grow nor move later. None: no sharing.
         """
         return self._buffers.get(self.engine.empty, name, shape, dtype, room)
 
     def held_bytes(self) -> int:
-        """Bytes of its work buffers that have been made."""
+        """Return the bytes of the plan's work buffers that have been allocated."""
         made: int = sum(x.nbytes for x in [*self._kept.values(), *self._buffers.arrays()] if hasattr(x, "nbytes"))
         return made + (0 if self.core is None else self.core.held_bytes())
 
     def make(self, launches: Callable[[], None]) -> None:
-        """Calls launches, which make something that follows from the plan's arrays, now and after every refresh."""
+        """Call `launches`, which derive something from the plan's arrays, now and after every refresh."""
         if self.arrays.lengths is None:
             launches()
         else:
             self.arrays.lengths.make(launches)
 
     def refresh(self) -> None:
-        """Plans anew, in the same arrays, for the lengths that lie on the GPU now; a CUDA graph may capture it.
+        """Plan again, in the same arrays, for the lengths that the GPU has now; a CUDA graph may capture it.
 
-        What forward and gather made with the lengths before is refused afterwards.
+        Later calls refuse results of forward and gather that were computed with the previous lengths.
 
         Raises:
             ValueError: the lengths were on the host.
@@ -354,19 +366,19 @@ class Plan:
         renew(self.arrays.lengths)
 
     def check(self, wait: bool = True) -> None:
-        """Raises if the lengths that the plan was made from lie on a GPU and are wrong; results are NaN then.
+        """Raise if the plan was made from wrong lengths on a GPU, which make its results NaN.
 
-        Lengths on the host were checked when they were passed. A plan that a CUDA graph makes is asked for the lengths
-        of the last replay.
+        Lengths on the host were checked when they were passed. If a CUDA graph makes the plan, check judges the lengths
+        of its last replay.
 
         Args:
-            wait: for the GPU. False: as far as it has told the host, which costs nothing. The attention's next plan
-                asks so, and raises on all ranks; on one rank so do forward and backward. While a CUDA graph is
-                captured there is no answer.
+            wait: wait for the GPU. False: use what the GPU has reported so far, which costs nothing. The attention's
+                next plan checks this way and raises on all ranks; on one rank forward and backward do so too. No check
+                raises while a CUDA graph is captured.
 
         Raises:
-            ValueError: offsets that do not start at 0, decrease or end beyond total_rows, a sequence longer than its
-                padded length, or a padded length that the sharding cannot split; says which sequence and the remedy.
+            ValueError: offsets that do not start at 0, decrease or end beyond total_rows; a sequence longer than its
+                padded length; or a padded length that the sharding cannot split. It names the sequence and the remedy.
         """
         if self.arrays.lengths is not None:
             if wait:
@@ -375,23 +387,23 @@ class Plan:
 
     @property
     def generation(self) -> Generation | None:
-        """The lengths on a GPU that it has now, for what is made with them; None: they lie on the host."""
+        """Generation of the plan's present lengths on a GPU, to mark results with; None for lengths on the host."""
         lengths = self.arrays.lengths
         return None if lengths is None else Generation(lengths, self.engine.capture)
 
     def enter(self) -> None:
-        """Has the current stream, which is about to be given work, find the plan made, and up to date."""
+        """Make the current stream wait until the plan's arrays are ready and up to date."""
         self._come()
         if self.arrays.lengths is not None:
             self.arrays.lengths.follow()
 
     def _come(self) -> None:
-        """Orders the current stream and the one that the plan was made on."""
+        """Order the current stream after the stream that the plan was made on."""
         if self.arrays.stream is not None:
             self.engine.enter(self)
 
     def shard(self, x: Any) -> Any:
-        """This rank's rows of a whole packed array of queries, on the device where it lies.
+        """Return this rank's rows of a whole packed array of queries, on the array's device.
 
         Args:
             x: (total_rows, ...) in sequence order, any dtype, an array as forward takes it.
@@ -406,15 +418,15 @@ class Plan:
         return rank_rows.shard(self, x)
 
     def unshard(self, x: Any, comm: Comm) -> Any:
-        """The whole packed array of which every rank has its rows, such as out or dq, on every rank. Collective.
+        """Gather the whole packed array, such as out or dq, from every rank's rows, on every rank. Collective.
 
         Args:
-            x: (local_rows, ...) in the order of plan.rows, an array as forward takes it; the same shape behind the rows
-                and the same dtype on every rank.
+            x: (local_rows, ...) in the order of plan.rows, an array as forward takes it; the same trailing shape and
+                dtype on every rank.
             comm: the ranks of the plan.
 
         Returns:
-            (total_rows, ...) in sequence order, a new array of the same dtype. What fillers held is dropped.
+            (total_rows, ...) in sequence order, a new array of the same dtype. Filler rows are dropped.
 
         Raises:
             TypeError: no array of this engine, or no comm.
@@ -424,31 +436,31 @@ class Plan:
         return rank_rows.unshard(self, x, comm)
 
     def shift(self, x: Any, n: int = 1, fill: Any = -1, comm: Comm | None = None) -> Any:
-        """Return the value n tokens later in the same sequence: labels, and those of multi-token prediction.
+        """Return for every row the value n tokens later in its sequence, such as labels of (multi-)token prediction.
 
-        Collective over several ranks: every rank is sent the whole x, which for token numbers is little.
+        Collective over several ranks: every rank receives the whole x, which is small for token ids.
 
         Args:
             x: (local_rows, ...) in the order of plan.rows, an array as forward takes it, of any dtype; the same shape
-                and dtype on every rank. What padding and fillers hold is never read, NaN included.
-            n: tokens later; negative: earlier.
-            fill: what rows get whose sequence ends, or begins, before that, and padding and fillers, and all rows where
-                lengths on a GPU are wrong; a number that the dtype of x can hold.
-            comm: the ranks of the plan; None: there is one.
+                and dtype on every rank. Values of padding and fillers, NaN included, never reach the result.
+            n: number of tokens later; negative: earlier.
+            fill: value of rows whose sequence has no such token, of padding and fillers, and of all rows where lengths
+                on a GPU are wrong; a number that the dtype of x can hold.
+            comm: the ranks of the plan; None for a plan of one rank.
 
         Returns:
             (local_rows, ...), a new array of the dtype of x.
 
         Raises:
             TypeError: no array of this engine, n no int, fill no number, or no comm of a plan for several ranks.
-            ValueError: a wrong number of rows, a fill that x cannot hold, n beyond int32, a comm of other ranks; or,
-                given a comm, on every rank, all that is wrong on one of them, and x, n or fill that differ.
+            ValueError: a wrong number of rows, a fill that x cannot hold, n beyond int32, or a comm of other ranks.
+                With a comm every rank raises if one does, or if x's shape or dtype, n or fill differ between ranks.
         """
         return rank_rows.shift(self, x, n, fill, comm)
 
 
 def key_side_ints(plan: Plan) -> int:
-    """Of rank_order, rows_of_keys, sends, returns and places, as far as they are arrays of their own."""
+    """Count the ints of rank_order, rows_of_keys, sends, returns and places with needed rows; 0 without."""
     if plan.keys_of is not None or plan.routes is None:
         return 0
     routes = plan.routes
