@@ -1,4 +1,4 @@
-"""KVCache: the keys and values of texts that grow, in buffers of fixed capacity, for attention of one layer."""
+"""KVCache: keys and values of sequences that are decoded, for one attention layer, in buffers of fixed capacity."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from thdattn.plan.plan import Plan
 T = TypeVar("T")
 
 CACHE_TRAITS = ("num_kv_heads", "head_dim", "v_head_dim", "dtype", "window", "engine")
-MAX_ROWS = 2**30  # num_texts * capacity: rows are numbered in 32 bits
+MAX_ROWS = 2**30  # num_texts * capacity, as rows are numbered in 32 bits
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
 class KVCache:
-    """Keys and values of several texts; made by CPAttention.cache, grown by CPAttention.decode.
+    """KV cache of several sequences; made by CPAttention.cache, appended to by CPAttention.decode.
 
-    Everything stays where it is, and lengths are on the engine's device, so that a captured CUDA graph serves texts of
-    any lengths. The work buffers of a cache are reused by every call: calls with one cache belong on one stream.
+    Buffers never move, and lengths are on the engine's device, so that a captured CUDA graph serves sequences of any
+    lengths. Every call reuses the cache's work buffers: all calls with one cache belong on one stream.
 
     Attributes:
-        num_texts, capacity: how many texts, and how many rows each can have.
+        num_texts: number of sequences.
+        capacity: rows of keys and values that each sequence can have.
         window: (left, right) of the attention, -1 = unlimited; a causal mask is right = 0.
-        k: (num_texts, capacity, num_kv_heads, head_dim); v: (.., v_head_dim). Rows beyond a text's end hold anything.
-        lengths: (num_texts,) int32, rows of each text; capacity + 1 for a text that did not fit, and for all that were
-            filled by wrong lengths on a GPU: it lost rows, and attention over it gives 0 until the cache is reset or
-            filled. `check` says so.
+        k: (num_texts, capacity, num_kv_heads, head_dim). Rows beyond a sequence's end are undefined.
+        v: (num_texts, capacity, num_kv_heads, v_head_dim), as k.
+        lengths: (num_texts,) int32, rows of each sequence. capacity + 1 marks a sequence that did not fit and lost
+            rows, and every sequence after a fill with wrong lengths on a GPU. Attention over a marked sequence is 0
+            until the cache is reset or filled; `check` raises.
     """
 
     num_texts: int
@@ -52,28 +54,28 @@ class KVCache:
 
     @cached_property
     def made_for(self) -> dict[str, Any]:
-        """What must agree with the attention that uses the cache."""
+        """Fields that must agree with the attention that uses the cache."""
         *_, num_kv_heads, head_dim = self.k.shape
         traits = num_kv_heads, head_dim, self.v.shape[3], self.k.dtype, self.window, self._engine.name
         return dict(zip(CACHE_TRAITS, traits, strict=True))
 
     def reset(self) -> None:
-        """All texts become empty."""
+        """Empty all sequences."""
         self.lengths.fill(0)
 
     def fill(self, k: Any, v: Any, plan: Plan) -> None:
-        """Takes over what a forward had as keys and values: sequence i of the pack becomes text i.
+        """Replace the cache's contents with the keys and values of a forward: sequence i of the pack becomes text i.
 
         Args:
             k, v: (plan.local_key_rows, num_kv_heads, width), as passed to CPAttention.forward.
-            plan: as there; of one rank, and of num_texts sequences, which may be empty. Lengths are those that it was
-                made or last refreshed for.
+            plan: as passed to CPAttention.forward; of one rank and num_texts sequences, which may be empty. Its lengths
+                are those of when it was made or last refreshed.
 
         Raises:
-            TypeError: an array of the wrong dtype or on the wrong device, or a plan that is none.
-            ValueError: an array of the wrong shape, a plan of several ranks, of another number of sequences or one
-                whose lengths the GPU has found wrong meanwhile, or a sequence longer than the capacity. If lengths lie
-                on a GPU, `check` says that instead.
+            TypeError: an array of the wrong dtype or on the wrong device, or plan is no Plan.
+            ValueError: an array of the wrong shape; a plan of several ranks, of another number of sequences, or whose
+                lengths the GPU has found wrong; or a sequence longer than the capacity. With lengths on a GPU, `check`
+                reports sequences that are too long.
         """
         check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
         batch = plan.key_batch
@@ -94,7 +96,7 @@ class KVCache:
         self._engine.cache_fill(k, v, plan, self)
 
     def check(self) -> None:
-        """Waits for the device, and raises a RuntimeError that names the texts that did not fit."""
+        """Wait for the device, and raise a RuntimeError that names the sequences that did not fit."""
         full = [text for text, length in enumerate(self.lengths.tolist()) if length > self.capacity]
         if full:
             raise RuntimeError(
@@ -104,11 +106,11 @@ class KVCache:
 
     @property
     def longest_range(self) -> int:
-        """Most keys that a query sees."""
+        """Largest number of keys that a query sees."""
         return most_in_sight(self.window, self.capacity)
 
     def memoize(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` returned when it was first called for this key: what a cache's calls have in common; see Kept."""
+        """Return the value that this cache's calls keep for `key`; call `make` on a miss. See Kept."""
         return self._kept.memoize(key, make, self._engine.capture)
 
     def _checked(self, name: str, x: Any, like: Any, plan: Plan) -> Any:
@@ -125,7 +127,7 @@ def make_cache(
     engine: Engine, cp_size: int, num_texts: int, capacity: int, num_kv_heads: int, widths: tuple[int, int],
     dtype: np.dtype[Any], window: tuple[int, int],
 ) -> KVCache:
-    """An empty cache, see CPAttention.cache; widths of k and of v."""
+    """Return an empty cache, see CPAttention.cache; widths: (head_dim, v_head_dim)."""
     if cp_size > 1:
         raise ValueError(
             f"comm has {cp_size} ranks, wanted 1: texts in a cache are not spread; give every rank texts of its own, "
@@ -143,7 +145,7 @@ def make_cache(
 
 
 def rows_to_decode(q: Any, cache: KVCache) -> int:
-    """How many rows q has, which must be as many for every text of the cache."""
+    """Return the number of rows of q; raise if it is no multiple of the cache's num_texts."""
     check_kind("cache", cache, KVCache, "make it with attn.cache(num_texts, capacity)")
     shape = tuple(getattr(q, "shape", ()))
     if len(shape) != 3 or not shape[0] or shape[0] % cache.num_texts:

@@ -1,7 +1,7 @@
-"""The packed batch: how long every sequence is, and which rows of the packed buffer it occupies.
+"""The packed batch: the length of every sequence, and the rows of the packed buffer that it occupies.
 
-Sequence order is defined here: sequence b starts at row cu_seqlens_padded[b], its valid rows first,
-its padding after.
+This module defines sequence order: sequence b starts at row cu_seqlens_padded[b], with its valid rows first and its
+padding after them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from thdattn.arguments import (
 
 T = TypeVar("T")
 
-# DLPack device types that the host may read: its own memory, that pinned for CUDA; and managed by CUDA, as a GPU may.
+# DLPack device types: host memory and pinned host memory, which the host reads; managed memory, which a GPU reads too.
 DLPACK_HOST = frozenset({1, 3})
 DLPACK_MANAGED = 13
 
@@ -37,24 +37,23 @@ DLPACK_MANAGED = 13
 class PackedBatch:
     """Sequences of different lengths in one buffer of rows, without a batch dimension.
 
-    The offsets are the global ones, the same on every rank. On the host they are copied, frozen and checked
-    once, here, so that nothing later has to check them again. On a GPU they are kept as they are and only
-    their dtypes and shapes are checked: reading a value would make the host wait for the GPU, and a CUDA
-    graph rewrites the offsets between replays.
+    The offsets are global: the same on every rank. Offsets on the host are copied, frozen and checked here, so that
+    no later code has to check them again. Offsets on a GPU are not copied, and only their dtypes and shapes are
+    checked: reading a value would make the host wait, and a CUDA graph may rewrite offsets between replays.
 
     Args:
         cu_seqlens: (num_seqs + 1,) int32, offsets of the valid tokens: starts at 0, never decreases. A NumPy
             array, a list of ints, or an array on a GPU.
-        cu_seqlens_padded: (num_seqs + 1,) int32, row offsets of the sequences in the packed buffer; None
-            means cu_seqlens, no padding anywhere. On the same side (host or GPU) as cu_seqlens.
-        total_rows: rows of the packed buffer, at most 2**31 - 1. None means cu_seqlens_padded[-1]; more is a
-            fixed capacity whose last rows belong to no sequence. Required for offsets on a GPU.
+        cu_seqlens_padded: (num_seqs + 1,) int32, row offsets of the sequences in the packed buffer, on the same side
+            (host or GPU) as cu_seqlens. None means cu_seqlens: no padding anywhere.
+        total_rows: rows of the packed buffer, at most 2**31 - 1; required for offsets on a GPU. None means
+            cu_seqlens_padded[-1]. A larger number is a fixed capacity, whose last rows belong to no sequence.
 
     Attributes:
         cu_seqlens: (num_seqs + 1,) int32, read-only on the host.
         cu_seqlens_padded: (num_seqs + 1,) int32, read-only on the host.
         total_rows: rows of the packed buffer.
-        on_device: whether the offsets lie on a GPU.
+        on_device: True if the offsets are on a GPU.
 
     Raises:
         TypeError: offsets that are not int32 or no array, or a total_rows that is no int.
@@ -90,11 +89,11 @@ class PackedBatch:
 
     @classmethod
     def from_lengths(cls, lengths: ArrayLike, multiple: int = 1) -> PackedBatch:
-        """The batch of sequences with these lengths, each padded up to a multiple.
+        """Make a batch of sequences with these lengths, each padded to a multiple.
 
         Args:
             lengths: (num_seqs,) integers >= 0, valid tokens of every sequence.
-            multiple: every padded length is the next multiple of this (2*cp_size for dual_chunk), >= 1.
+            multiple: >= 1; every padded length is the next multiple of it (2*cp_size for dual_chunk).
 
         Returns:
             A batch on the host; total_rows is the sum of the padded lengths.
@@ -147,13 +146,13 @@ class PackedBatch:
         return int(self.cu_seqlens[-1])
 
     def padded_to(self, total_rows: int) -> PackedBatch:
-        """Return this batch in a buffer of so many rows, at least its own, the last of which belong to no sequence."""
+        """Return this batch in a buffer of total_rows >= its own rows; the added rows belong to no sequence."""
         padded = copy.copy(self)
         padded.total_rows = self._checked_total_rows(total_rows)
         return padded
 
     def described(self) -> dict[str, Any]:
-        """Return by name what tells this batch from others, as ranks compare it; of lengths on a GPU their number."""
+        """Return the fields, by name, that ranks compare; for offsets on a GPU the sizes alone."""
         fields = {"total_rows": self.total_rows, "num_seqs": self.num_seqs}
         offsets = {} if self.on_device else {"cu_seqlens": self.cu_seqlens, "cu_seqlens_padded": self.cu_seqlens_padded}
         return {**fields, **offsets}
@@ -165,19 +164,19 @@ class PackedBatch:
         return np.stack([np.pad(x, missing, mode="edge") for x in (self.cu_seqlens, self.cu_seqlens_padded)])
 
     def pack(self, arrays: Iterable[ArrayLike], fill: Any = 0) -> NDArray[Any]:
-        """Lays one host array per sequence out in sequence order.
+        """Pack one host array per sequence into one array in sequence order.
 
         Args:
             arrays: num_seqs arrays (lengths[b], ...), all of one trailing shape and one dtype.
-            fill: the value of the rows that hold no valid token, one that the arrays' dtype can hold.
+            fill: value of the rows without a valid token; the arrays' dtype must hold it.
 
         Returns:
             (total_rows, ...), a new array of the same dtype.
 
         Raises:
-            TypeError: what is no list of arrays on the host, or arrays of different dtypes.
-            ValueError: a wrong number of arrays, of rows in one, different trailing shapes, no array at all
-                (nothing tells the trailing shape then), a fill that the dtype cannot hold, or offsets on a GPU.
+            TypeError: arrays is no list of host arrays, or their dtypes differ.
+            ValueError: a wrong number of arrays or of rows in one; different trailing shapes; no array at all, so that
+                the trailing shape is unknown; a fill that the dtype cannot hold; or offsets on a GPU.
         """
         self.require_host("pack")
         remedy = "pass one array per sequence, as long as batch.lengths"
@@ -192,7 +191,7 @@ class PackedBatch:
         return rows
 
     def unpack(self, rows: ArrayLike) -> list[NDArray[Any]]:
-        """Takes the valid rows of every sequence out of a host array in sequence order.
+        """Return the valid rows of every sequence of a host array in sequence order.
 
         Args:
             rows: (total_rows, ...), any dtype.
@@ -212,7 +211,7 @@ class PackedBatch:
         return [packed[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Freezes the offsets of a copy, or of a batch that another process has made: NumPy's copies are writable."""
+        """Freeze the offsets of a copied or unpickled batch, because NumPy's copies are writable."""
         self.__dict__.update(state)
         for offsets in () if self.on_device else (self.cu_seqlens, self.cu_seqlens_padded):
             offsets.setflags(write=False)
@@ -222,7 +221,7 @@ class PackedBatch:
         return f"<PackedBatch num_seqs={self.num_seqs}, {tokens}, total_rows={self.total_rows}>"
 
     def require_host(self, what: str) -> None:
-        """Raises ValueError, saying that `what` needs offsets on the host, if they lie on a GPU."""
+        """Raise a ValueError if the offsets are on a GPU; its message says that `what` needs them on the host."""
         if self.on_device:
             raise ValueError(
                 f"{what} needs the offsets on the host, but cu_seqlens lies on a GPU and reading it would "
@@ -271,19 +270,19 @@ class PackedBatch:
 def first_fit(
     items: Iterable[T], rows_of: Callable[[T], int], capacity: int, look_ahead: int = 64
 ) -> Iterator[list[T]]:
-    """The items of one pack after the other: the first that fits, of those that wait and then of those to come.
+    """Yield the items of one pack after another: each pack takes the next item that still fits.
 
-    Items keep their order but for those that were too long for what was left of a pack: they begin the next one.
+    Items keep their order, except those too long for the rest of a pack: they come first in the next pack.
 
     Args:
-        items: in the order in which packs should hold them; read as packs are asked for.
-        rows_of: the rows that an item takes, padding included.
+        items: in the order in which packs should hold them; read lazily, pack by pack.
+        rows_of: returns the rows that an item takes, padding included.
         capacity: rows of a pack.
-        look_ahead: a pack is closed when so many items were too long for what is left of it, >= 1.
+        look_ahead: number >= 1 of items too long for the rest of a pack after which the pack is closed.
 
     Raises:
         TypeError: a capacity or a look_ahead that is no int.
-        ValueError: one below 1, which no item would fit, or an item that no pack can hold.
+        ValueError: a capacity or a look_ahead below 1, or an item with more rows than a pack.
     """
     capacity, look_ahead = as_count("capacity", capacity), as_count("look_ahead", look_ahead)
     coming = iter(items)
@@ -308,19 +307,19 @@ def first_fit(
 
 
 def as_batch(batch: Any, name: str = "batch") -> PackedBatch:
-    """The batch; TypeError if it is none."""
+    """Return the batch; raise a TypeError if it is no PackedBatch."""
     if not isinstance(batch, PackedBatch):
         raise TypeError(f"{name} is a {type(batch).__name__}, wanted a PackedBatch; make PackedBatch(cu_seqlens)")
     return batch
 
 
 def as_like(like: Any) -> PackedBatch | None:
-    """The batch that others are like, None for none; TypeError for anything else."""
+    """Return the batch passed as `like`, or None; raise a TypeError for anything else."""
     return None if like is None else as_batch(like, "like")
 
 
 def rows_of_runs(begins: NDArray[np.integer[Any]], lengths: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
-    """The rows of many runs of consecutive rows, one run after the other.
+    """Return the rows of many runs of consecutive rows, one run after the other.
 
     Args:
         begins: (num_runs,) integers, first row of every run.
@@ -337,7 +336,7 @@ def rows_of_runs(begins: NDArray[np.integer[Any]], lengths: NDArray[np.integer[A
 
 
 def check_rows(name: str, array: ArrayLike, num_rows: int, remedy: str) -> NDArray[Any]:
-    """The array as NumPy sees it, if it has num_rows rows; TypeError or ValueError with name and remedy otherwise."""
+    """Return the array as a NumPy array of num_rows rows; raise a TypeError or ValueError with name and remedy."""
     rows = as_host_array(name, array)
     if rows.shape[:1] != (num_rows,):
         raise ValueError(f"{name} has shape {rows.shape}, wanted {num_rows} rows; {remedy}")
@@ -347,16 +346,16 @@ def check_rows(name: str, array: ArrayLike, num_rows: int, remedy: str) -> NDArr
 def check_arrays(
     name: str, arrays: Iterable[ArrayLike], num_rows: NDArray[np.integer[Any]], remedy: str
 ) -> list[NDArray[Any]]:
-    """The arrays as NumPy sees them, if array i has num_rows[i] rows and all share trailing shape and dtype.
+    """Return the arrays as NumPy arrays, after a check of their numbers of rows, trailing shapes and dtypes.
 
     Args:
-        name: what the caller calls the list, for the error.
-        arrays: arrays (num_rows[i], ...).
-        num_rows: (num_arrays,) integers, rows wanted of every array.
-        remedy: what to do about a wrong number of arrays or rows, for the error.
+        name: the caller's name of the list, for the error.
+        arrays: arrays (num_rows[i], ...) of one trailing shape and dtype.
+        num_rows: (num_arrays,) integers, required rows of every array.
+        remedy: for the error, the remedy for a wrong number of arrays or rows.
 
     Raises:
-        TypeError: what is no list of arrays on the host, or arrays of different dtypes.
+        TypeError: arrays is no list of host arrays, or their dtypes differ.
         ValueError: a wrong number of arrays, of rows in one, or different trailing shapes.
     """
     if not np.iterable(arrays) or isinstance(arrays, (str, bytes, Mapping)):
@@ -383,9 +382,9 @@ def check_arrays(
 
 
 def _checked_fill(fill: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The fill in the dtype, 0-d; ValueError if it would become another value, but for rounding to a floating point.
+    """Return the fill as a 0-d array; raise a ValueError if the dtype changes its value beyond float rounding.
 
-    NumPy alone would write NaN into ints as the smallest one, 1.5 as 1, and 1e6 into float16 as infinity.
+    NumPy alone would convert NaN to the smallest int, 1.5 to 1, and 1e6 in float16 to infinity.
     """
     is_number = not issubclass(dtype.type, (np.flexible, np.object_, np.datetime64, np.timedelta64))
     try:
@@ -406,13 +405,13 @@ def _checked_fill(fill: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _is_rounded(number: complex, made: complex, half: complex) -> bool:
-    """Whether `made` is `number`, or near it in a dtype that makes `half` of 0.5."""
+    """Return whether `made` is `number`, exactly or rounded by a float dtype, in which `half` is 0.5."""
     same_kind = cmath.isnan(made) == cmath.isnan(number) and cmath.isinf(made) == cmath.isinf(number)
     return made == number or (half == 0.5 and same_kind)
 
 
 def lies_on_device(name: str, array: Any) -> bool:
-    """Whether an array lies on a GPU; what does not speak DLPack lies on the host."""
+    """Return whether an array is on a GPU; objects without DLPack count as on the host."""
     device = dlpack_device(name, array)
     return device is not None and device not in DLPACK_HOST
 
@@ -426,7 +425,7 @@ def _device_offsets(name: str, offsets: Any) -> Any:
 
 
 def _host_offsets(name: str, offsets: Any) -> NDArray[np.int32]:
-    """A frozen int32 copy: a caller who reuses the array cannot undo the checks."""
+    """Return a frozen, checked int32 copy: a caller who reuses the array cannot undo the checks."""
     is_typed = hasattr(offsets, "dtype")
     values = as_host_array(name, offsets) if is_typed else as_host_ints(name, offsets)
     _check_offsets_shape(name, values.shape)

@@ -1,6 +1,6 @@
-"""Which rows of the packed batch a rank owns, and in which local order.
+"""Sharding: the rows of the packed batch that each rank owns, and their local order.
 
-Nothing else in the package depends on the strategy.
+Only this module depends on the strategy.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int, found
 from thdattn.balance import balanced_runs
 from thdattn.packing import PackedBatch, as_batch, check_arrays, check_rows, rows_of_runs
 
-MAX_RANKS = INT32_MAX // 2  # their 2*cp_size chunks are counted in int32
+MAX_RANKS = INT32_MAX // 2  # 2*cp_size chunks are counted in int32
 
 
 def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) -> NDArray[np.int32]:
-    """Chunks cp_rank and 2*cp_size-1-cp_rank of every sequence cut into 2*cp_size equal chunks.
+    """Return chunks cp_rank and 2*cp_size-1-cp_rank of every sequence, which is cut into 2*cp_size equal chunks.
 
-    Under a causal mask one of the two chunks is cheap and the other dear, so work is equal on every rank. Rows after
-    the last sequence (a fixed capacity) are shared out in equal slices. One rank owns all rows, of any lengths.
+    Under a causal mask an early chunk has little work and a late one much, so work is equal on every rank. Rows after
+    the last sequence (a fixed capacity) are divided into equal slices. One rank owns all rows, of any lengths.
 
     Args:
         batch: a batch on the host whose padded lengths are multiples of 2*cp_size (one rank: any).
         cp_size: number of context-parallel ranks.
-        cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
-        local_rows: that every rank stores, total_rows / cp_size rounded up or a little more.
+        cp_rank: the owner rank, 0 <= cp_rank < cp_size.
+        local_rows: rows that every rank stores: total_rows / cp_size rounded up, or a little more.
 
     Returns:
         At most local_rows sequence-order rows, int32, ascending.
@@ -47,12 +47,12 @@ def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) 
 
 
 def contiguous(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) -> NDArray[np.int32]:
-    """The cp_rank-th of cp_size equal slices of the packed buffer, cut without regard to sequences.
+    """Return slice cp_rank of cp_size equal slices of the packed buffer, whatever its sequences.
 
     Args:
         batch: any batch on the host.
         cp_size: number of context-parallel ranks.
-        cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
+        cp_rank: the owner rank, 0 <= cp_rank < cp_size.
         local_rows: as for dual_chunk.
 
     Returns:
@@ -63,16 +63,16 @@ def contiguous(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) 
 
 
 def balanced(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) -> NDArray[np.int32]:
-    """As many rows and as much causal work for every rank, in few pieces, of sequences of any lengths.
+    """Return a rank's rows such that all ranks have equal rows and causal work, for sequences of any lengths.
 
-    Long sequences lie whole on one rank or in two chunks on each of few neighbours, and short ones fill up; padding
-    comes last. Ranks then need few of each other's keys, and only these travel. See balance.py.
+    A long sequence belongs to one rank, or as two chunks to each of a few neighbours. Short sequences fill the ranks
+    up, and padding comes last. Ranks then need few of each other's keys, and exchange only these. See balance.py.
 
     Args:
         batch: any batch on the host.
         cp_size: number of context-parallel ranks.
-        cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
-        local_rows: as for dual_chunk; what is more than total_rows / cp_size rounded up, nobody owns.
+        cp_rank: the owner rank, 0 <= cp_rank < cp_size.
+        local_rows: as for dual_chunk; no rank owns more than total_rows / cp_size rounded up.
 
     Returns:
         At most local_rows rows, int32, ascending.
@@ -92,25 +92,25 @@ STRATEGIES: dict[str, Callable[[PackedBatch, int, int, int], NDArray[np.int32]]]
 
 
 class Sharding:
-    """The rows of a packed batch, spread over cp_size ranks.
+    """Rows of a packed batch, spread over cp_size ranks.
 
-    Every rank stores local_rows rows. A rank that owns fewer has fillers after its own rows: row -1.
+    Every rank stores local_rows rows. A rank that owns fewer stores fillers, row -1, after its own rows.
 
     Args:
-        batch: the packed batch. Offsets on a GPU are never read, so only local_rows can be asked then.
+        batch: the packed batch. Offsets on a GPU are never read; then only local_rows is known on the host.
         cp_size: number of context-parallel ranks, >= 1.
         strategy: "dual_chunk", "contiguous" or "balanced", see the functions of those names.
-        inner: how many neighbours share what one rank of cp_size / inner would own, in equal slices: the inner of two
-            levels, for an all-to-all of heads that makes it whole again.
+        inner: size of a group of neighbours, for two levels. The strategy spreads rows over cp_size / inner groups;
+            each group divides its rows into equal slices, which an all-to-all of heads joins again.
 
     Attributes:
         batch, cp_size, strategy, inner: as passed.
-        outer: of cp_size / inner ranks, whose shares are cut; None where inner is 1.
+        outer: the Sharding over cp_size / inner groups, whose rows are divided into slices; None if inner is 1.
         local_rows: rows that every rank stores, total_rows / cp_size rounded up.
-        multiple: of which padded lengths are multiples: 2*cp_size for dual_chunk over several ranks, 2*cp_size / inner
-            over several groups of neighbours, else 1.
-        by_runs: whether rows are spread over several ranks as the lengths are, so that a rank's key buffer has the rows
-            that it needs alone: balanced.
+        multiple: number that divides every padded length: 2*cp_size for dual_chunk over several ranks,
+            2*cp_size / inner over several groups of neighbours, else 1.
+        by_runs: True for "balanced" over several ranks with inner 1: rows follow the lengths, and a rank's key buffer
+            has only the rows that its queries see.
 
     Raises:
         TypeError: batch is no PackedBatch, cp_size no int, or strategy no str.
@@ -174,13 +174,13 @@ class Sharding:
         )
 
     def rows(self, cp_rank: int) -> NDArray[np.int32]:
-        """The sequence-order row of every local row of a rank, in local order.
+        """Return the sequence-order row of every local row of a rank, in local order.
 
         Args:
             cp_rank: 0 <= cp_rank < cp_size.
 
         Returns:
-            (local_rows,) int32, read-only: the rows owned, ascending, then -1 for every filler. Made once.
+            (local_rows,) int32, read-only and cached: the owned rows, ascending, then -1 for every filler.
 
         Raises:
             TypeError: cp_rank is no int.
@@ -205,13 +205,13 @@ class Sharding:
         return self._rows[cp_rank]
 
     def leading_tokens(self, cp_rank: int) -> int | None:
-        """How many local rows of a rank hold tokens, where these come before all others; found without making rows.
+        """Count the local rows of a rank that hold tokens, if they precede all others, without making the rows.
 
         Args:
             cp_rank: 0 <= cp_rank < cp_size.
 
         Returns:
-            The number; None: padding lies between tokens, or offsets lie on a GPU, or inner is not 1.
+            The number; None if padding precedes some token, offsets are on a GPU, or inner is not 1.
         """
         batch = self.batch
         if batch.on_device or self.outer is not None:
@@ -228,7 +228,7 @@ class Sharding:
         return min(max(batch.total_tokens - cp_rank * self.local_rows, 0), self.local_rows)
 
     def shard(self, x: ArrayLike, cp_rank: int) -> NDArray[Any]:
-        """The rows of a host array that a rank owns.
+        """Return the rows of a host array that a rank owns.
 
         Args:
             x: (total_rows, ...) in sequence order, any dtype.
@@ -249,7 +249,7 @@ class Sharding:
         return local
 
     def unshard(self, local_arrays: Iterable[ArrayLike]) -> NDArray[Any]:
-        """The packed array whose rows lie in every rank's local host array.
+        """Assemble the packed array from every rank's local host array.
 
         Args:
             local_arrays: cp_size arrays (local_rows, ...), rank 0's first, of one trailing shape and dtype.
@@ -258,7 +258,7 @@ class Sharding:
             (total_rows, ...) in sequence order, a new array of the same dtype; rows that no rank owns are 0.
 
         Raises:
-            TypeError: what is no list of arrays on the host, or arrays of different dtypes.
+            TypeError: local_arrays is no list of host arrays, or their dtypes differ.
             ValueError: a wrong number of arrays, of rows in one, different trailing shapes, or the batch has
                 its offsets on a GPU.
         """
@@ -281,7 +281,7 @@ class Sharding:
 
 
 def as_sharding(sharding: str | Sharding, batch: PackedBatch, cp_size: int, inner: int = 1) -> Sharding:
-    """A Sharding of this batch over so many ranks, from a strategy (and inner) or as passed.
+    """Return a Sharding of this batch over cp_size ranks, from a strategy (and inner) or as passed.
 
     Raises:
         TypeError: neither a str nor a Sharding, or batch is no PackedBatch.
