@@ -1,4 +1,4 @@
-"""The oracle: what the answer is, and how far a 16-bit implementation may be from it.
+"""Oracle: the exact answer, and how far a 16-bit implementation may be from it.
 
 It works from the rule on positions, one document at a time, and shares no code with the plan or the engines.
 A key at position j is visible to a query at position p of the same document iff
@@ -72,7 +72,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Array | None = None,
 ) -> Result:
-    """Attention of one document with itself or with other keys, and its gradients if dout is given.
+    """Compute attention of one document with itself or with other keys, and its gradients if dout is given.
 
     Args:
         q: (length, num_heads, head_dim), any float dtype.
@@ -129,7 +129,7 @@ def packed_attention(
     softcap: float = 0.0,
     sinks: Array | None = None,
 ) -> Result:
-    """`attention` of every document of a packed batch, in sequence order.
+    """Compute `attention` of every document of a packed batch, in sequence order.
 
     Args:
         batch: lengths and row offsets; lengths on the host.
@@ -225,7 +225,7 @@ def truth(
     batch: PackedBatch, q: Array, k: Array, v: Array, dout: Array | None = None, *, dtype: DTypeLike | None = None,
     **how: Any,
 ) -> Truth:  # fmt: skip
-    """The oracle over a packed batch, and its baselines in dtype (by default that of q).
+    """Compute the oracle over a packed batch, and its baselines in dtype (by default that of q).
 
     Args:
         batch, q, k, v, dout: as in `packed_attention`.
@@ -286,7 +286,7 @@ def judge(actual: Array, exact: Array, plain: Array, fused: Array | None = None)
 
 
 class _Arithmetic(NamedTuple):
-    """What storing an array does to its values, and to those that fused attention alone need not store.
+    """Rounding of stored arrays, and of arrays that only fused attention need not store.
 
     Both results are in the dtype of the arithmetic.
     """
@@ -309,7 +309,7 @@ def _by_blocks(
     q: Array, k: Array, v: Array, dout: Array | None, sinks: Array | None,
     blocks: Iterator[tuple[slice, slice, Array]], scale: float, softcap: float, arithmetic: _Arithmetic,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """lse, max_logit, dsinks, out, dq, dk, dv over the blocks of `_row_blocks`, by head, as arguments are.
+    """Return lse, max_logit, dsinks, out, dq, dk, dv over the blocks of `_row_blocks`, by head, as arguments are.
 
     The last four are not yet rounded as they are stored; gradients are 0 without dout.
     """
@@ -338,7 +338,7 @@ def _by_blocks(
 
 
 def _capped(logits: Array, softcap: float) -> tuple[Array, Array | float]:
-    """Logits under their cap, and the slope of the cap there."""
+    """Return the capped logits, and the slope of the cap there."""
     if not softcap:
         return logits, 1.0
     share = np.tanh(logits / softcap)
@@ -346,19 +346,19 @@ def _capped(logits: Array, softcap: float) -> tuple[Array, Array | float]:
 
 
 def _by_head(x: Array, num_heads: int) -> Array:
-    """(length, heads, width) -> (num_heads, length, width): a kv head is repeated for each of its heads."""
+    """Turn (length, heads, width) into (num_heads, length, width): a kv head is repeated for each of its heads."""
     return np.repeat(x, num_heads // x.shape[1], axis=1).swapaxes(0, 1)
 
 
 def _by_row(x: Array, num_heads: int) -> Array:
-    """(heads, length, width) -> (length, num_heads, width): transpose of `_by_head`, so copies are summed."""
+    """Turn (heads, length, width) into (length, num_heads, width): transpose of `_by_head`, so copies are summed."""
     heads, length, width = x.shape
     summed: Array = x.reshape(num_heads, heads // num_heads, length, width).sum(axis=1)
     return summed.swapaxes(0, 1)
 
 
 def _documents(batch: PackedBatch) -> list[slice]:
-    """The rows of every document's tokens."""
+    """Return the rows of every document's tokens."""
     begins, lengths = batch.cu_seqlens_padded[:-1].tolist(), batch.lengths.tolist()
     return [slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
 
@@ -366,7 +366,7 @@ def _documents(batch: PackedBatch) -> list[slice]:
 def _row_blocks(
     length: int, num_keys: int, num_heads: int, causal: bool, window: tuple[int, int]
 ) -> Iterator[tuple[slice, slice, Array]]:
-    """Blocks of query rows with the keys in reach of any of them, and which pairs are visible; none if no pair is."""
+    """Yield blocks of query rows, the keys in reach of any of them, and which pairs are visible; none if no pair is."""
     left, right = window
     step = max(1, min(MAX_BLOCK_ROWS, MAX_BLOCK_SCORES // (num_heads * max(1, num_keys))))
     for first in range(0, length, step):
@@ -382,7 +382,7 @@ def _row_blocks(
 
 
 def _softmax(logits: Array, sinks: Array) -> tuple[Array, Array, Array, Array]:
-    """exp(logits - the largest of the row) and its sum with the sink's, lse per row and the largest logit per head.
+    """Return exp(logits - the row's largest), its sum with the sink's, lse per row, and the largest logit per head.
 
     A row without a finite logit has weights 0, which any sum divides; its lse is -inf.
     """
@@ -398,7 +398,7 @@ def _softmax(logits: Array, sinks: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _error(actual: Array, exact: Array) -> Array:
-    """|actual - exact|, where equal infinities differ by 0."""
+    """Return |actual - exact|, where equal infinities differ by 0."""
     with np.errstate(invalid="ignore"):
         return np.where(actual == exact, 0.0, np.abs(actual - exact))
 

@@ -47,7 +47,7 @@ from thdattn.sharding import Sharding
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: CPAttention, plan: Plan, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention of this rank's rows over the keys of all ranks, with gradients. Collective, in both directions.
+    """Compute attention of this rank's rows over the keys of all ranks, with gradients. Collective in both directions.
 
     Autograd runs the backward on the stream of the forward. NOTE: it has one thread per GPU, where simulated ranks
     would wait for each other for ever; torch.autograd.set_multithreading_enabled(False) lets each rank run its own.
@@ -94,7 +94,7 @@ def varlen_attention(
     *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """thdattn.varlen_attention with gradients: see there for the arguments, which are flash_attn_varlen_func's.
+    """Compute thdattn.varlen_attention with gradients: see there for the arguments, as of flash_attn_varlen_func.
 
     Lengths on the host (a tensor on the CPU, or a NumPy array) are planned once and cost less than those on the GPU,
     which are planned anew at each call.
@@ -145,7 +145,7 @@ class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def plan(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Plan:
-        """Plans one batch for this rank on torch's current stream; collective. See CPAttention.plan."""
+        """Plan one batch for this rank on torch's current stream; collective. See CPAttention.plan."""
         on_gpu = self.attn.engine == "cuda"
         with on_torch_stream(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")):
             return self.attn.plan(batch, sharding)
@@ -153,22 +153,27 @@ class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attention of this rank's rows over the keys of all ranks, see attention; sinks as there. Collective."""
+        """Compute attention of this rank's rows over the keys of all ranks; see thdattn.torch.attention. Collective."""
         return attention(q, k, v, self.attn, plan, sinks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelAttention:
-        """A copy, as of a model for averaged weights, that shares the attention and its ranks."""
+        """Return a copy that shares the attention and its ranks, for copies of models such as averaged weights."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo | {id(self.attn): self.attn}))
         return twin
 
     def extra_repr(self) -> str:
-        """What print shows of the module."""
+        """Return what print shows of the module."""
         return f"num_heads={self.attn.num_heads}, head_dim={self.attn.head_dim}, comm={self.attn.comm!r}"
 
 
 def _as_comm(group: Any) -> Comm:
-    return group if isinstance(group, Comm) else from_torch(group)
+    if isinstance(group, Comm):
+        return group
+    if group is not None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise TypeError(f"group is {found(group)}; wanted a Comm or a process group of torch.distributed; pass "
+                        f"thdattn.comm.init(), or thdattn.comm.from_torch() after init_process_group()")
+    return from_torch(group)
 
 
 def _planned(
@@ -251,7 +256,7 @@ def _traced(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, attn: torch.Tensor,
     plan: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention in code that torch.compile traces; attn, plan: handles."""
+    """Compute attention in code that torch.compile traces; attn and plan are handles."""
     out, _, _ = _attention_op(q.contiguous(), k.contiguous(), v.contiguous(), sinks, attn, plan)
     return cast("torch.Tensor", out)
 
@@ -384,7 +389,7 @@ def _refuse(which: str) -> NoReturn:
 
 
 def _refuse_transforms(*tensors: torch.Tensor) -> None:
-    """Raises for what torch.func, or is_grads_batched, works on, which has no memory that kernels could read."""
+    """Raise for tensors of torch.func or is_grads_batched, which have no memory that kernels could read."""
     if torch._C._are_functorch_transforms_active() or (
         not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
     ):
@@ -392,9 +397,9 @@ def _refuse_transforms(*tensors: torch.Tensor) -> None:
 
 
 def _checked(q: Any, k: Any, v: Any, sinks: Any, otherwise: str) -> tuple[Any, ...]:
-    """The tensors, with signs that lazy views of torch keep for later, of which DLPack does not tell.
+    """Return the tensors with lazily negated views resolved, as DLPack does not tell of them.
 
-    Raises for what autograd cannot follow; `otherwise`: the function that takes other arrays.
+    Raise for arguments that autograd cannot follow; `otherwise` names the function that takes other arrays.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if not isinstance(x, torch.Tensor) and not (name == "sinks" and x is None):
@@ -414,7 +419,7 @@ def _exact(q: torch.Tensor) -> torch.dtype:
 
 
 def as_tensor(array: Any) -> torch.Tensor:
-    """A result of thdattn as a tensor that shares its memory; NumPy's bfloat16 too, which speaks no DLPack.
+    """Return a result of thdattn as a tensor that shares its memory; also NumPy's bfloat16, which speaks no DLPack.
 
     Args:
         array: NumPy or CuPy array.
@@ -426,7 +431,7 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 @contextmanager
 def on_torch_stream(device: torch.device) -> Iterator[None]:
-    """Makes torch's current stream and device CuPy's too, which thdattn runs on; nothing to do for the CPU.
+    """Make torch's current stream and device CuPy's too, on which thdattn runs; do nothing for the CPU.
 
     Without it the libraries share a stream only as long as both stay on the default one, in one thread: autograd has
     threads of its own, and what is current is so per thread. On two streams each library could hand out memory again

@@ -1,7 +1,7 @@
-"""Attention of packed sequences in one call on one rank, for whoever comes from flash_attn_varlen_func.
+"""Attention of packed sequences in one call on one rank, with the arguments of flash_attn_varlen_func.
 
-A call plans its lengths, or finds the plan of an earlier call with the same lengths, and runs CPAttention. That is all:
-several ranks, plans that layers share, and captured CUDA graphs are CPAttention's own.
+A call plans its lengths, or finds the plan of an earlier call with the same lengths, and runs CPAttention. Use
+CPAttention itself for several ranks, for plans that layers share, and for captured CUDA graphs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def varlen_attention(
     softcap: float = 0.0, alibi_slopes: None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: None = None, *, return_saved: bool = False, sinks: Any = None,
 ) -> Any:  # fmt: skip
-    """Attention of every sequence of a pack to its own keys, on this rank alone.
+    """Compute attention of every sequence of a pack to its own keys, on this rank alone.
 
     Arguments have the names and the order of flash_attn_varlen_func, so that a call of it needs no change. With as many
     keys as queries, causal means what it always does; else the last query of a sequence stands at its last key, and
@@ -95,7 +95,7 @@ def varlen_attention(
 
 
 def varlen_attention_backward(dout: Any, saved: VarlenSaved) -> tuple[Any, ...]:
-    """Gradients of varlen_attention.
+    """Compute the gradients of varlen_attention.
 
     Args:
         dout: (total_q, num_heads, v_head_dim), gradient of out.
@@ -116,7 +116,7 @@ def varlen_attention_backward(dout: Any, saved: VarlenSaved) -> tuple[Any, ...]:
 
 
 def refuse_unsupported(dropout_p: float, alibi_slopes: Any, return_attn_probs: bool, block_table: Any) -> None:
-    """Raises ValueError for the options of flash_attn_varlen_func that there are no kernels for."""
+    """Raise ValueError for the options of flash_attn_varlen_func that have no kernels."""
     if not dropout_p and alibi_slopes is None and not return_attn_probs and block_table is None:
         return
     for name, found, default, remedy in (
@@ -130,7 +130,7 @@ def refuse_unsupported(dropout_p: float, alibi_slopes: Any, return_attn_probs: b
 
 
 class _Call(NamedTuple):
-    """What a plan and its attention are made for, beside the lengths; a key of the cache."""
+    """Options that a plan and its attention are made for, beside the lengths; a key of the cache."""
 
     engine: str
     device: int
@@ -153,9 +153,9 @@ def planned(
     softmax_scale: float | None, causal: bool, window_size: tuple[int, int], deterministic: bool, softcap: float = 0.0,
     sinks: bool = False,
 ) -> tuple[CPAttention, Plan]:
-    """The attention and the plan of a call of varlen_attention: arguments as there, arrays of any library.
+    """Return the attention and the plan of a call of varlen_attention, whose arrays may be of any library.
 
-    Everything is checked where a plan is made; a call that finds one pays for a lookup.
+    Arguments are checked when a plan is made; a call that finds its plan pays for a lookup only.
     """
     try:
         shapes = q.shape, k.shape, v.shape
@@ -191,7 +191,7 @@ def _kept(call: _Call, offsets_q: bytes, offsets_k: bytes, stream: int, thread: 
 
 
 def _make(call: _Call, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[CPAttention, Plan]:
-    """The attention and the plan of a call, and the checks of what they do not check."""
+    """Make the attention and the plan of a call; check what they do not check."""
     (rows, num_heads, head_dim), (key_rows, num_kv_heads, _), v_head_dim = call.q_shape, call.k_shape, call.v_shape[2]
     for name, shape, width in (("k", call.k_shape, head_dim), ("v", call.v_shape, v_head_dim)):
         if tuple(shape) != (key_rows, num_kv_heads, width):
@@ -228,7 +228,7 @@ def _attention(
 
 
 def _content(side: str, offsets: Any, rows: int) -> bytes | None:
-    """The values of offsets on the host; None for those on a GPU, which nobody can compare without waiting."""
+    """Return the bytes of offsets on the host; None on a GPU, where comparing them would make the host wait."""
     if type(offsets) is np.ndarray and offsets.dtype == np.int32 and offsets.ndim == 1:
         return offsets.tobytes()
     batch = _batch(side, offsets, rows, None)
@@ -236,28 +236,35 @@ def _content(side: str, offsets: Any, rows: int) -> bytes | None:
 
 
 def _batch(side: str, offsets: Any, rows: int, max_seqlen: int | None) -> PackedBatch:
-    """The batch of the queries or keys; errors say which."""
+    """Return the batch of the queries or keys; errors say which."""
+    name = f"cu_seqlens_{side}"
     try:
-        batch = PackedBatch(offsets, total_rows=rows)
+        batch = PackedBatch(offsets, total_rows=rows if lies_on_device(name, offsets) else None)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"cu_seqlens_{side} of {rows} rows is refused: {error}") from error
+        raise type(error)(f"{name} of {rows} rows is refused: {error}") from error
+    if batch.total_rows > rows:
+        raise ValueError(
+            f"{name} ends at {batch.total_rows}, but {side} has {rows} rows, wanted at most as many; pass the offsets "
+            f"of the sequences in {side}"
+        )
+    batch = batch.padded_to(rows)
     if max_seqlen is not None and not batch.on_device and max_seqlen < batch.lengths.max(initial=0):
         raise ValueError(
-            f"max_seqlen_{side} is {max_seqlen}, but cu_seqlens_{side} has a sequence of {batch.lengths.max()}; wanted "
+            f"max_seqlen_{side} is {max_seqlen}, but {name} has a sequence of {batch.lengths.max()}; wanted "
             f"at least that; leave it out, as it is not needed"
         )
     return batch
 
 
 def _int(name: str, value: Any) -> Any:
-    """The value as an int, or None."""
+    """Return the value as an int, or None."""
     if value is None or type(value) is int:
         return value
     return as_int(name, value, "pass an int, and other options by name")
 
 
 def _refuse_kinds(q: Any, k: Any, v: Any, window_size: Any) -> None:
-    """The error for what is no packed array, or no window."""
+    """Raise the error for an argument that is no packed array, or no window."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not hasattr(x, "shape"):
             raise TypeError(
@@ -273,7 +280,7 @@ def _refuse_kinds(q: Any, k: Any, v: Any, window_size: Any) -> None:
 
 @functools.cache
 def usable_cupy() -> Any:
-    """CuPy with a usable GPU; RuntimeError otherwise, which says what is missing."""
+    """Return CuPy if it has a usable GPU; else raise RuntimeError, which says what is missing."""
     choose_engine("cuda", SingleComm())
     import cupy
 
@@ -281,7 +288,10 @@ def usable_cupy() -> Any:
 
 
 def _gpu_place() -> tuple[int, int]:
-    """The current GPU and stream. RuntimeError in the capture of a CUDA graph, which outlives what the cache keeps."""
+    """Return the current GPU and stream; raise RuntimeError in the capture of a CUDA graph.
+
+    A graph would outlive the work buffers that the cache keeps.
+    """
     cupy = usable_cupy()
     stream = cupy.cuda.get_current_stream()
     if stream.is_capturing():

@@ -60,7 +60,7 @@ HEADS = {"grouped": (8, 4), "one per rank": (4, 4), "one for all": (4, 1)}
 def test_bytes_are_those_that_the_busiest_rank_receives(way, heads):
     shape, batch = Shape(*heads, head_dim=8, engine="reference"), batch_for(way, 4)
     if way.inner > heads[1]:
-        with pytest.raises(ValueError, match="would travel twice"):
+        with pytest.raises(ValueError, match="send keys of shared heads twice"):
             cost(batch, 4, shape, way)
         return
     found = cost(batch, 4, shape, way).received

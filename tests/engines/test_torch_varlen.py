@@ -151,6 +151,11 @@ def test_copies_of_a_module_share_its_attention():
     assert module.training and not twin.training
 
 
+def test_module_names_a_group_that_is_none():
+    with pytest.raises(TypeError, match=r"group is 2, a int; wanted a Comm or a process group"):
+        ContextParallelAttention(2, 4, 16)
+
+
 def test_module_takes_a_group_of_torch_distributed():
     distributed = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""How fast this machine is at what costs.py reckons with: attention kernels, and exchanges between ranks."""
+"""Measure the rates that the cost model needs: attention kernels, and exchanges between ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS = 5
 
 
 def measured(comm: Comm, lengths: Sequence[int], shape: Shape) -> Rates:
-    """What ranks measure together, the slowest of them; what they cannot measure is that of H200. Collective.
+    """Measure the rates of all ranks and return the slowest; others are those of H200. Collective.
 
     Args:
         comm: one rank measures its kernels alone, and `between` is never measured.
@@ -41,7 +41,7 @@ def measured(comm: Comm, lengths: Sequence[int], shape: Shape) -> Rates:
 def _kernels(
     comm: Comm, engine: Engine, lengths: Sequence[int], shape: Shape, latency: float
 ) -> tuple[float, float]:
-    """Floating-point operations per second, in whole tiles, of forward and backward."""
+    """Measure floating-point operations per second, in whole tiles, of forward and backward."""
     attention = CPAttention(SingleComm(), shape.num_heads, shape.head_dim, shape.num_kv_heads, causal=shape.causal,
                             window=shape.window, engine=engine.name)  # fmt: skip
     most = MOST_ROWS[engine.name]
@@ -61,7 +61,7 @@ def _kernels(
 
 
 def _link(comm: Comm, engine: Engine) -> tuple[float, float]:
-    """Seconds of a small exchange, and bytes per second that a rank gets in a large one, of all others at once."""
+    """Measure the seconds of a small exchange, and the bytes per second that a rank gets in a large one."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     seconds = []
     for size in (SMALL, MESSAGE[engine.name]):
@@ -78,7 +78,7 @@ def _link(comm: Comm, engine: Engine) -> tuple[float, float]:
 
 
 def _seconds(engine: Engine, call: Callable[[], object]) -> float:
-    """Of one call of several, one after another, when they are warm."""
+    """Return the seconds of one of several consecutive warm calls."""
     call()
     if engine.name != "cuda":
         begin = time.perf_counter()
@@ -98,14 +98,14 @@ def _seconds(engine: Engine, call: Callable[[], object]) -> float:
 
 
 def _slowest(comm: Comm, engine: Engine, seconds: float) -> float:
-    """The most of what ranks have measured."""
+    """Return the largest value over all ranks."""
     most = _on_device(engine, np.array([seconds], np.float32))
     comm.all_reduce(most, "max")
     return float(most[0])
 
 
 def _on_device(engine: Engine, x: Any) -> Any:
-    """A host array where the engine computes."""
+    """Copy a host array to the device of the engine."""
     if engine.name != "cuda":
         return x
     import cupy

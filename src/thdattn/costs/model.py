@@ -1,4 +1,4 @@
-"""What an attention layer costs in every way to spread it over ranks: bytes, work, memory and predicted time.
+"""Costs of an attention layer for every way to spread it over ranks: bytes, work, memory and predicted time.
 
 Nothing is computed and nobody is asked: the numbers follow from the lengths, by the plans that CPAttention would make.
 """
@@ -66,14 +66,14 @@ class Shape:
 
 
 class Way(NamedTuple):
-    """How a batch is spread: arguments of CPAttention and its plan. inner: neighbours that a2a+... exchanges among."""
+    """Arguments of CPAttention and its plan that spread a batch. inner: neighbours that a2a+... exchanges among."""
 
     cp_comm_type: str
     sharding: str
     inner: int = 1
 
     def multiple(self, cp_size: int) -> int:
-        """Of which padded lengths have to be multiples."""
+        """Return the number of which padded lengths have to be multiples."""
         shares = cp_size // self.inner
         return 2 * shares if self.sharding == "dual_chunk" and shares > 1 else 1
 
@@ -96,7 +96,7 @@ class Both(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one layer in one way.
+    """Costs of one layer in one way.
 
     received: bytes that the rank gets that gets most.
     work: visible pairs of the busiest rank, over the mean.
@@ -115,7 +115,7 @@ class Cost:
 
 
 class OnPaper(SingleComm):
-    """One of many ranks that is there to be asked about: it has nobody to talk to.
+    """Rank 0 of many that do not exist, for asking about layouts; it cannot communicate.
 
     overlaps: whether all are on one machine.
     """
@@ -131,7 +131,7 @@ class OnPaper(SingleComm):
 
 
 def ways(cp_size: int) -> Iterator[Way]:
-    """All methods for so many ranks, by default and balanced, whether or not the heads allow them."""
+    """List all methods for so many ranks, by default and balanced, whether or not the heads allow them."""
     yield from (Way("all_gather", "dual_chunk"), Way("all_gather", "balanced"), Way("a2a", "contiguous"),
                 Way("p2p", "dual_chunk"))  # fmt: skip
     for inner in (n for n in range(2, cp_size) if cp_size % n == 0):
@@ -166,7 +166,7 @@ def predicted(
 
 
 def cost(batch: PackedBatch, cp_size: int, shape: Shape, way: Way, rates: Rates = H200) -> Cost:
-    """What one layer costs in a way.
+    """Predict the costs of one layer in one way.
 
     Raises:
         TypeError, ValueError: as CPAttention and its plan, where the way cannot work.
@@ -188,7 +188,7 @@ def cost(batch: PackedBatch, cp_size: int, shape: Shape, way: Way, rates: Rates 
 def compared(
     lengths: Sequence[int], cp_size: int, shape: Shape, rates: Rates = H200
 ) -> tuple[list[Cost], dict[Way, str]]:
-    """Every way to spread sequences of these lengths, each padded as its way needs.
+    """Predict the costs of every way to spread sequences of these lengths, each padded as its way needs.
 
     Returns:
         costs, refusals: those that work, the fastest first (of equals the one that needs least memory), and why others
@@ -223,7 +223,7 @@ def attention_flops(plan: Plan, tiles: int, num_heads: int, direction: int) -> f
 
 
 def recommended(costs: Sequence[Cost]) -> Cost:
-    """The fastest of those on one level of ranks, unless one on two levels is faster by more than CLOSE.
+    """Choose the fastest way on one level of ranks, unless one on two levels is faster by more than CLOSE.
 
     Args:
         costs: as from compared.
@@ -233,7 +233,7 @@ def recommended(costs: Sequence[Cost]) -> Cost:
 
 
 class Moves(NamedTuple):
-    """What travels in one direction, on one level: (size, size) bytes that rank i sends to rank j, 0 to itself.
+    """Bytes sent in one direction, on one level: (size, size), from rank i to rank j, 0 to itself.
 
     before, after: the attention of the rows that it is for.
     """
@@ -242,7 +242,7 @@ class Moves(NamedTuple):
     after: Ints
 
     def received(self) -> int:
-        """Bytes that the rank gets that gets most."""
+        """Return the bytes that the rank receives that receives most."""
         return int((self.before + self.after).sum(axis=0).max())
 
 
@@ -271,12 +271,12 @@ class _Layer:
 
     @property
     def method(self) -> Method:
-        """The method for rows."""
+        """Return the method for rows."""
         return self.attention._selection.between(self.plan)
 
     @property
     def heads(self) -> int:
-        """Query heads that a rank computes."""
+        """Return the number of query heads that a rank computes."""
         return self.attention.num_heads // self.inner
 
     @property
@@ -285,12 +285,12 @@ class _Layer:
 
     @property
     def groups(self) -> list[float]:
-        """Shares of the heads that are computed one after another."""
+        """Return the shares of the heads that are computed one after another."""
         found = self.attention._groups(self.plan) if self.attention.comm.size > 1 else (1,)
         return [size / sum(found) for size in found]
 
     def moves(self) -> tuple[tuple[Moves, Moves], tuple[Moves, Moves]]:
-        """Of heads and of rows, of the forward and of the backward."""
+        """Return the bytes moved for heads and for rows, of the forward and of the backward."""
         return tuple(zip(self._heads_moves(), self._rows_moves(), strict=True))  # type: ignore[return-value]
 
     def _heads_moves(self) -> tuple[Moves, Moves]:
@@ -314,7 +314,7 @@ class _Layer:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Of keys and values of a row, of the heads that a rank has, and of sums of their gradients."""
+        """Return bytes a row: keys and values of the heads that a rank has, and sums of their gradients."""
         attention = self.attention
         width = self.kv_heads * (attention.head_dim + attention.v_head_dim)
         return width * attention.dtype.itemsize, width * lse_dtype(attention.dtype).itemsize
@@ -329,7 +329,7 @@ class _Clock:
     direction: int
 
     def seconds(self) -> float:
-        """Of the whole layer."""
+        """Return the seconds of the whole layer."""
         layer = self.layer
         if layer.plan.core is None:
             return self._rows(layer.groups if layer.method is all_gather else [1], 1)
@@ -344,12 +344,12 @@ class _Clock:
         return _in_turns([between] * number, before, after)
 
     def compute(self, tiles: int, share: float) -> float:
-        """Of attention over so many tiles, for one of `share` groups of heads."""
+        """Return the seconds of attention over so many tiles, for one of `share` groups of heads."""
         flops = attention_flops(self.layer.core, tiles, self.layer.heads, self.direction)
         return self.rates.latency + flops / share / self.rates[self.direction]
 
     def _rows(self, groups: Sequence[float], share: int) -> float:
-        """Of the method for rows, for one of `share` groups of heads, whose own groups have these shares of it."""
+        """Return the seconds of the method for rows, for one of `share` groups of heads, split into `groups`."""
         layer = self.layer
         _, rows = layer.moves()[self.direction]
         if layer.method is p2p:
@@ -365,7 +365,7 @@ class _Clock:
         return _in_turns(work, before, after)
 
     def _needed(self, rows: Moves, share: int) -> float:
-        """Beside tiles of a rank's own rows, keys come in the forward, and sums go in the backward."""
+        """Overlap tiles of a rank's own rows with receiving keys (forward) or sending sums (backward)."""
         core = self.layer.core
         _, tiles = pairs_and_tiles(core.sharding, core.window)
         work = np.array([self.compute(int(number), share) for number in tiles])
@@ -376,7 +376,7 @@ class _Clock:
         return float((work - own + np.maximum(own, travel)).max()) + rest + self._put_in_order(rows, share)
 
     def _put_in_order(self, rows: Moves, share: float) -> float:
-        """Seconds in which a rank moves keys that it got, and its own, to their places in the key buffer, and back.
+        """Return the seconds in which a rank moves all keys to their places in the key buffer, and back.
 
         Gradients of keys of all ranks are in the order of ranks as kernels store them; they are read to be added up.
         """
@@ -387,7 +387,7 @@ class _Clock:
         return moved / share / self.rates.memory
 
     def _ring(self, rows: Moves, share: int) -> float:
-        """Step by step, each as long as that of the busiest rank."""
+        """Add the steps of a ring, each as long as that of the busiest rank."""
         layer, size = self.layer, self.layer.core.cp_size
         tiles, ranks = tiles_of_slices(layer.core.sharding, layer.core.window), np.arange(size)
         merged = layer.core.local_rows * layer.heads * layer.core.head_dims[1 - self.direction] * 4
@@ -409,16 +409,16 @@ class _Clock:
 
     @property
     def _is_near(self) -> bool:
-        """Whether all ranks among which rows travel are on one machine."""
+        """Tell if all ranks that exchange rows are on one machine."""
         return self._neighbours >= self.layer.core.cp_size
 
     @property
     def _neighbours(self) -> int:
-        """Of the ranks among which rows travel, those of one machine."""
+        """Return how many of the ranks that exchange rows are on one machine."""
         return max(1, self.layer.per_node // self.layer.inner)
 
     def _travel(self, table: NDArray[Any], neighbours: int, relayed: bool = False) -> float:
-        """Seconds until all have what they get. relayed: what comes from another machine comes once, to any rank."""
+        """Return the seconds until all ranks have received. relayed: another machine sends bytes once, to any rank."""
         if not table.any():
             return 0.0
         machine = np.arange(len(table)) // neighbours
@@ -430,7 +430,7 @@ class _Clock:
 
 
 def _in_turns(work: Sequence[float], before: Sequence[float], after: Sequence[float]) -> float:
-    """Seconds of groups, one after another, while what the next one needs and the last one made is on its way.
+    """Return the seconds of consecutive groups that overlap with the next input and the last output on the wire.
 
     Args:
         work, before, after: of each group.
@@ -440,12 +440,12 @@ def _in_turns(work: Sequence[float], before: Sequence[float], after: Sequence[fl
 
 
 def _to_each(size: int, number: int) -> Ints:
-    """(size, size), a number that every rank sends to every other one."""
+    """Return (size, size): a number that every rank sends to every other one."""
     return number * (1 - np.eye(size, dtype=np.int64))
 
 
 def _memory(batch: PackedBatch, cp_size: int, shape: Shape, way: Way) -> int:
-    """Of the rank that needs most; only needed rows differ."""
+    """Return the bytes of the rank that needs most; only needed rows differ."""
     ranks = range(0, cp_size, way.inner) if way.sharding == "balanced" else range(1)
     return max(_attention(rank, cp_size, shape, way).memory(batch, way.sharding).wanted() for rank in ranks)
 

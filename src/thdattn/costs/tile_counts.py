@@ -1,4 +1,4 @@
-"""How much each rank computes of a batch: visible pairs and tiles of scores, counted on the host from key ranges."""
+"""Count the work of each rank on the host, from key ranges: visible pairs and tiles of scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TILE = 128  # rows of queries and of keys
 
 
 def pairs_and_tiles(sharding: Sharding, window: tuple[int, int]) -> tuple[Ints, Ints]:
-    """Of every rank, over all keys that it sees.
+    """Count pairs and tiles of every rank, over all keys that it sees.
 
     Args:
         sharding: of a batch on the host.
@@ -33,14 +33,14 @@ def pairs_and_tiles(sharding: Sharding, window: tuple[int, int]) -> tuple[Ints, 
 
 
 def tiles_of_slices(sharding: Sharding, window: tuple[int, int]) -> Ints:
-    """(cp_size, cp_size), tiles of each rank (row) over the rows of every one (column), as a ring computes them."""
+    """Count (cp_size, cp_size) tiles of each rank (row) over the rows of each one (column), as in a ring."""
     ranks = range(sharding.cp_size)
     return once(sharding.batch, ("tiles of slices", *_traits(sharding), window), lambda: np.array(
         [[touched(key_ranges(sharding, rank, window, keys_of=other)) for other in ranks] for rank in ranks]))
 
 
 def own_tiles(sharding: Sharding, window: tuple[int, int]) -> Ints:
-    """(2, cp_size), of needed rows: those of `tiles` that can be done while rows of other ranks are on their way.
+    """Count (2, cp_size) of needed rows: the `tiles` that can be done before rows of other ranks arrive.
 
     They are, of every rank, those of queries that see no such row; and those of keys that no such row is among.
     """
@@ -57,13 +57,13 @@ def own_tiles(sharding: Sharding, window: tuple[int, int]) -> Ints:
 
 
 def touched(ranges: NDArray[np.int32]) -> int:
-    """Tiles in which some query sees some key; ranges as for _runs."""
+    """Count the tiles in which some query sees some key; ranges as for _runs."""
     _, first, last = _runs(ranges)
     return int((last - first).sum())
 
 
 def _runs(ranges: NDArray[np.int32]) -> tuple[Ints, Ints, Ints]:
-    """Tiles in which some query sees some key, each once: tiles of queries, with [first, last) tiles of keys.
+    """Find the tiles in which some query sees some key, each once: tiles of queries, with [first, last) tiles of keys.
 
     Args:
         ranges: (rows, 2), [begin, end) keys that every query sees; both ascend but for rows that see none.

@@ -44,10 +44,12 @@ def in_place(name: str, x: Any) -> Array:
     if isinstance(x, np.ndarray):
         x = x if type(x) is np.ndarray else as_host_array(name, x)
     else:
-        if dlpack_device(name, x) not in {*DLPACK_HOST, DLPACK_MANAGED}:
+        device = dlpack_device(name, x)
+        if device not in {*DLPACK_HOST, DLPACK_MANAGED}:
+            remedy = f"{name}.get(), or use engine='cuda'" if device else f"numpy.asarray({name})"
             raise TypeError(
                 f"{name} is a {type(x).__module__}.{type(x).__name__}, wanted a NumPy array, or an array on the host "
-                f"that speaks DLPack; copy it with numpy.asarray or {name}.get(), or use engine='cuda'"
+                f"that speaks DLPack; copy it with {remedy}"
             )
         try:
             bfloat16 = str(getattr(x, "dtype", "")).endswith("bfloat16")  # of JAX, "torch.bfloat16" of torch
