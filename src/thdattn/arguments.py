@@ -1,6 +1,6 @@
-"""What users pass, checked where it comes in: numbers, flags, choices, masks and host arrays.
+"""Checks of user arguments: numbers, flags, choices, masks and host arrays.
 
-Nothing here reads an array on a GPU, not even for a message: that would make the host wait.
+No check reads an array on a GPU, not even for a message: that would make the host wait.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 INT32_MAX = 2**31 - 1
-UNLIMITED = 2**30  # a window this wide is none; keeps position + window within int32
+UNLIMITED = 2**30  # a window this wide counts as unlimited, so that position + window fits in int32
 
 
 class _Short(reprlib.Repr):
-    """Short, and of an array only type and shape, wherever it is in a value."""
+    """Short repr of a value, in which every array is its type and shape alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,28 +32,28 @@ class _Short(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """A value for a message."""
+    """Return a short repr of a value, for a message."""
     return _Short().repr(value)
 
 
 def found(value: Any) -> str:
-    """A value of a wrong type for a message: with its type."""
+    """Return a short repr of a value with its type, for a message about a wrong type."""
     return shown(value) if is_array(value) else f"{shown(value)}, a {type(value).__name__}"
 
 
 def check_kind(name: str, value: Any, kind: type, remedy: str) -> None:
-    """Raises a TypeError for what is of no such class."""
+    """Raise a TypeError if the value is no instance of `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {found(value)}; wanted a {kind.__name__}; {remedy}")
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of any library, 0-d ones included; NumPy's scalars are none."""
+    """Return whether a value is an array of any library, 0-d arrays included, NumPy scalars excluded."""
     return hasattr(value, "__dlpack__") and not isinstance(value, type)
 
 
 def as_int(name: str, value: Any, remedy: str = "convert it with int()") -> int:
-    """The value as a Python int; TypeError with the name if it is not an integer. Flags and arrays are none."""
+    """Return the value as a Python int; raise a TypeError with the name for others, also for bools and arrays."""
     try:
         if not isinstance(value, (bool, np.bool_)) and not is_array(value):
             return operator.index(value)
@@ -65,7 +65,7 @@ def as_int(name: str, value: Any, remedy: str = "convert it with int()") -> int:
 def as_count(
     name: str, value: Any, remedy: str = "pass a positive count", at_most: int = INT32_MAX, at_least: int = 1
 ) -> int:
-    """The value as an int from at_least to at_most; TypeError if it is no int, ValueError if it is out of range."""
+    """Return the value as an int in [at_least, at_most]; raise a TypeError if it is no int, else a ValueError."""
     number = as_int(name, value)
     if number < at_least:
         raise ValueError(f"{name} is {number}, wanted >= {at_least}; {remedy}")
@@ -75,14 +75,14 @@ def as_count(
 
 
 def as_bool(name: str, value: Any) -> bool:
-    """The value as a bool; TypeError if it is none: "no" and 0.5 would count as True."""
+    """Return the value as a bool; raise a TypeError for others, as "no" and 0.5 would count as True."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise TypeError(f"{name} is {found(value)}; wanted True or False; pass one of these")
 
 
 def as_choice(name: str, value: Any, choices: Iterable[str]) -> str:
-    """The value if it is one of the choices; TypeError if it is no str, ValueError if it is another one."""
+    """Return the value if it is one of the choices; raise a TypeError if it is no str, else a ValueError."""
     *others, last = choices
     wanted = f"wanted {', '.join(map(repr, others))} or {last!r}; pass one of these"
     if not isinstance(value, str):
@@ -93,19 +93,19 @@ def as_choice(name: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def as_softmax_scale(value: Any) -> float:
-    """The factor on q.k as a float; TypeError if it is no number, ValueError if float32 has no such factor > 0."""
+    """Return the factor on q.k as a float; raise a TypeError if it is no number, a ValueError if not > 0 in float32."""
     return _as_positive("softmax_scale", value, "None is head_dim**-0.5")
 
 
 def as_softcap(value: Any) -> float:
-    """The cap of logits as a float; TypeError if it is no number, ValueError if it is neither 0 nor one > 0."""
+    """Return the cap of logits as a float; raise a TypeError if it is no number, a ValueError if not 0 or > 0."""
     if not is_array(value) and not isinstance(value, (bool, np.bool_)) and value == 0:
         return 0.0
     return _as_positive("softcap", value, "0 is no cap")
 
 
 def as_norm_eps(value: Any) -> float:
-    """The number added to a mean square, as a float; TypeError if it is no number, ValueError if it is not > 0."""
+    """Return the epsilon of a mean square as a float; raise a TypeError if it is no number, a ValueError if not > 0."""
     return _as_positive("norm_eps", value, "1e-5 is usual")
 
 
@@ -126,7 +126,7 @@ def _as_positive(name: str, value: Any, remedy: str) -> float:
 
 
 def as_window(window: Any, causal: bool) -> tuple[int, int]:
-    """(left, right) with -1 for unlimited; causal is right = 0. TypeError for no pair of ints, ValueError otherwise."""
+    """Return (left, right), -1 = unlimited; causal is right = 0. TypeError for no pair of ints, else ValueError."""
     sides = window.tolist() if isinstance(window, np.ndarray) else window
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise TypeError(f"window is {shown(window)}, wanted (left, right); pass (-1, -1) for no window")
@@ -142,7 +142,7 @@ def as_window(window: Any, causal: bool) -> tuple[int, int]:
 
 
 def dlpack_device(name: str, x: Any) -> int | None:
-    """The DLPack device type of an array, None for what does not speak DLPack; TypeError where it will not say."""
+    """Return the DLPack device type of an array, None for objects without DLPack; TypeError if the array refuses."""
     if isinstance(x, type) or not hasattr(x, "__dlpack_device__"):
         return None
     if getattr(x, "is_neg", bool)():
@@ -155,11 +155,11 @@ def dlpack_device(name: str, x: Any) -> int | None:
 
 
 def as_host_array(name: str, x: Any) -> NDArray[Any]:
-    """What NumPy makes of an array on the host or of numbers in lists.
+    """Return a host array, or numbers in lists, as a NumPy array.
 
     Raises:
-        TypeError: what NumPy cannot read, such as an array on a GPU, or would read without its mask.
-        ValueError: lists that are no array, as they differ in length.
+        TypeError: a value that NumPy cannot read, such as an array on a GPU, or a masked array.
+        ValueError: lists of different lengths.
     """
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array, whose mask would be lost; wanted plain values; "
@@ -179,16 +179,16 @@ def as_host_array(name: str, x: Any) -> NDArray[Any]:
 
 
 def as_host_ints(name: str, x: Any) -> NDArray[Any]:
-    """What NumPy makes of an array of integers on the host, of any width, or of ints in a list.
+    """Return a host array of integers of any width, or ints in a list, as a NumPy array.
 
     Raises:
-        TypeError: an array of another dtype, or what is no array; flags are no ints.
-        ValueError: lists that are no array, as they differ in length.
+        TypeError: an array of another dtype, or no array; bools are no ints.
+        ValueError: lists of different lengths.
     """
     array = as_host_array(name, x)
     if not array.size:
         return np.zeros(array.shape, np.int64)
-    if array.dtype.kind == "O":  # ints beyond 64 bits, or anything
+    if array.dtype.kind == "O":  # ints beyond 64 bits, or any objects
         for i, value in enumerate(array.ravel().tolist()):
             as_int(f"{name}[{i}]", value)
     elif array.dtype.kind not in "iu" or (isinstance(x, (list, tuple)) and {bool, np.bool_} & set(map(type, x))):
@@ -198,7 +198,7 @@ def as_host_ints(name: str, x: Any) -> NDArray[Any]:
 
 
 def unreadable(name: str, x: Any, how: str, remedy: str) -> TypeError:
-    """The error for an array that cannot be read; the remedy is another for those that PyTorch keeps a gradient of."""
+    """Return the error for an array that cannot be read; for a tensor with requires_grad it has another remedy."""
     if getattr(x, "requires_grad", False):
         remedy = f"pass {name}.detach(), or use thdattn.torch, which is part of PyTorch's autograd"
     kind = f"{type(x).__module__}.{type(x).__qualname__}"

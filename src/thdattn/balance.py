@@ -1,8 +1,9 @@
-"""Packs of any lengths, spread so that every rank has as many rows and as much causal work, in few pieces.
+"""The "balanced" sharding: equal rows and equal causal work on every rank, in few pieces, for packs of any lengths.
 
-Long documents lie whole on one rank, or in two chunks on each of few neighbours; the short ones are folded: laid on a
-line by length, whose ends hold cheap rows and dear ones, so that a rank hits rows and work at once by taking some of
-either end. Everything is computed from the lengths alone, in the same integers on every rank.
+A long document belongs to one rank, or as two chunks to each of a few neighbours. Short documents are folded: sorted by
+length, they form a line with cheap rows at one end and expensive rows at the other. A rank takes some rows from both
+ends and so meets its number of rows and its work. The lengths alone determine everything, in the same integers on every
+rank.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from thdattn.packing import PackedBatch
 T = TypeVar("T")
 Ints = NDArray[np.int64]
 
-BUDGETS = (1.05, 1.0, 0.95, 0.9, 0.75, 0.5, 0.0)  # of the mean work, up to which long documents are placed
-PAIRS_OF_A_ROW = 200  # done in the time that a row of keys takes to another rank, and its gradient back
-MOST = 1.08  # times the mean work on the busiest rank, if some attempt has no more
-ENOUGH = 1.08  # times the mean work, what travels counted too: no further attempt
-BETTER = 0.985  # times the cost of an attempt whose budget is larger, as smaller ones split more, which costs tiles
-LINE = 16  # documents shorter than such a part of a rank's rows are folded: they keep the line fine enough
-SHORTEST_CHUNK = 256  # rows: what a document is split into costs tiles
+BUDGETS = (1.05, 1.0, 0.95, 0.9, 0.75, 0.5, 0.0)  # shares of the mean work that long documents may fill on a rank
+PAIRS_OF_A_ROW = 200  # pairs computed in the time that ranks exchange one key row and its gradient
+MOST = 1.08  # limit of the busiest rank's work over the mean, if some attempt meets it
+ENOUGH = 1.08  # cost over the mean work, exchanged rows included, at which no further attempt is made
+BETTER = 0.985  # factor by which a smaller budget must lower the cost, because it splits more, which costs tiles
+LINE = 16  # documents shorter than 1 / LINE of a rank's rows are folded: the line needs short ones
+SHORTEST_CHUNK = 256  # rows; shorter chunks would waste tiles
 
 
 class Runs(NamedTuple):
-    """Rows of the pack that ranks own: runs of neighbours, rank after rank, ascending in a rank; int64 each.
+    """Runs of consecutive rows of the pack and their owner ranks, rank after rank, ascending in a rank; int64 each.
 
-    rank, begin, end: (num_runs,), whose are the sequence-order rows [begin, end).
-    sequence: (num_runs,), the one that holds them, which a run does not leave; -1: padding.
+    Attributes:
+        rank: (num_runs,), owner rank of the run.
+        begin, end: (num_runs,), sequence-order rows [begin, end) of the run.
+        sequence: (num_runs,), the one sequence that contains the run; -1: padding.
     """
 
     rank: Ints
@@ -43,22 +46,22 @@ class Runs(NamedTuple):
     sequence: Ints
 
     def local_rows(self) -> Ints:
-        """(num_runs,), the local row at which each begins."""
+        """Return the local row at which each run begins, (num_runs,)."""
         return within_rank(self.rank, self.end - self.begin)
 
 
 def within_rank(rank: Ints, sizes: Ints) -> Ints:
-    """Where runs of so many rows begin, among the rows of their rank; those of a rank are neighbours."""
+    """Return the first row of every run among the rows of its rank, from sizes of runs that are sorted by rank."""
     first = np.cumsum(sizes) - sizes
     begins: Ints = first - first[np.searchsorted(rank, rank)]
     return begins
 
 
 def balanced_runs(batch: PackedBatch, cp_size: int) -> Runs:
-    """The runs of all ranks, made once per batch.
+    """Return the runs of all ranks, cached per batch.
 
-    Tokens are placed by place_fold. Padding comes last: ascending, rank after rank, up to ceil(total_rows / cp_size)
-    rows each, as it would take the place of tokens otherwise.
+    place_fold places tokens. Padding then fills every rank up to ceil(total_rows / cp_size) rows, in ascending order,
+    rank after rank, so that it never takes the place of tokens.
     """
     return once(batch, cp_size, lambda: _runs(batch, cp_size))
 
@@ -78,16 +81,19 @@ def _runs(batch: PackedBatch, cp_size: int) -> Runs:
 
 
 def place_fold(lengths: Ints, cp_size: int) -> Ints:
-    """Which positions of which sequences each rank owns.
+    """Assign the positions of all sequences to ranks.
+
+    Several attempts are compared. Among those that keep the busiest rank within MOST of the mean work, the result is
+    the one with the lowest cost of work and exchanged keys.
 
     Args:
         lengths: (num_seqs,) tokens of every sequence.
         cp_size: number of ranks.
 
     Returns:
-        (num_runs, 4): rank, sequence, and positions [begin, end) there, in no order. Every position once; no rank has
-        more than ceil(tokens / cp_size). For more than 512 of these the busiest has at most 1.08 of the mean work; of
-        attempts that have no more, it is the one with least of work and of keys that travel, added up.
+        (num_runs, 4): rank, sequence, and positions [begin, end) in the sequence, in no order. Every position occurs
+        once, and no rank has more than ceil(tokens / cp_size) positions. If that is more than 512, the busiest rank
+        has at most 1.08 times the mean work.
     """
     best, least = np.zeros((0, 4), np.int64), (float("inf"), float("inf"))
     mean = int(_triangle(lengths).sum()) / cp_size
@@ -105,10 +111,10 @@ def place_fold(lengths: Ints, cp_size: int) -> Ints:
 
 
 def _relieved(runs: Ints, lengths: Ints, cp_size: int, most: float) -> Ints:
-    """Runs of which no rank has more than `most` work, or some that come nearer to that.
+    """Move runs between ranks until no rank has more than `most` work, or as near to that as possible.
 
-    The busiest rank gives the least busy one a sequence that it has whole, the shortest that helps, and gets as many
-    rows for it: the first ones of the other's longest sequences, as those have least work, and go back to it as keys.
+    The busiest rank gives the least busy one the shortest whole sequence that helps. In return it takes as many rows:
+    the first rows of the other's longest sequences. They have the least work, and the other rank needs them as keys.
     """
     for _ in range(2 * cp_size):
         work = _work(runs, cp_size)
@@ -123,7 +129,7 @@ def _relieved(runs: Ints, lengths: Ints, cp_size: int, most: float) -> Ints:
         parts = -(-end[whole] // SHORTEST_CHUNK)
         size, longer = np.divmod(end[whole], parts)
         less = _triangle(end[whole]) - (parts - longer) * _triangle(size) - longer * _triangle(size + 1)
-        number = int(((parts <= len(heads)) & (work[idle] + less <= most)).sum())  # both grow with the sequence
+        number = int(((parts <= len(heads)) & (work[idle] + less <= most)).sum())  # both sides grow with the sequence
         if not number:
             break
         given = min(int(np.searchsorted(less, work[busy] - most)), number - 1)
@@ -136,14 +142,14 @@ def _relieved(runs: Ints, lengths: Ints, cp_size: int, most: float) -> Ints:
 
 
 def _work(runs: Ints, cp_size: int) -> NDArray[Any]:
-    """(cp_size,), pairs of every rank; doubles hold them exactly."""
+    """Return the causal pairs of every rank, (cp_size,); doubles hold them exactly."""
     rank, _, begin, end = runs.T
     work: NDArray[Any] = np.bincount(rank, _triangle(end) - _triangle(begin), minlength=cp_size)
     return work
 
 
 def _travelling(runs: Ints, cp_size: int) -> int:
-    """Rows of keys that a rank gets under a causal mask, and that a rank sends: the most of each."""
+    """Return the most key rows that a rank receives under a causal mask, plus the most that a rank sends."""
     rank, sequence, begin, end = runs.T
     _, item = np.unique(sequence, return_inverse=True)
     needed = np.zeros((item.max(initial=-1) + 1, cp_size), np.int64)  # the keys before this position
@@ -155,11 +161,14 @@ def _travelling(runs: Ints, cp_size: int) -> int:
 
 
 class _Attempt:
-    """What every rank has so far.
+    """Attempt to assign sequences to ranks, with the rows and work that every rank has so far.
 
-    capacity: rows that each may have; share: the mean work. Work is counted in pairs of a query and a key under a
-    causal mask, whatever the mask is: one layout serves all layers.
-    rows, work: of every rank.
+    Work is counted in (query, key) pairs under a causal mask, whatever the mask is: one layout serves all layers.
+
+    Attributes:
+        capacity: rows that each rank may have.
+        share: mean work of a rank.
+        rows, work: present rows and work of every rank.
     """
 
     def __init__(self, lengths: Ints, cp_size: int) -> None:
@@ -172,7 +181,7 @@ class _Attempt:
         self._cuts: list[tuple[int, int, int]] = []
 
     def place(self, budget: float) -> Ints:
-        """Deals long sequences, the longest first, to the fewest ranks within the budget; returns the others."""
+        """Assign long sequences, longest first, to the fewest ranks within the budget; return the other sequences."""
         groups = [group for group in range(1, self._cp_size + 1) if self._cp_size % group == 0]
         long = np.flatnonzero(LINE * self._lengths >= max(self.capacity, 1))
         left = [np.flatnonzero((LINE * self._lengths < self.capacity) & (self._lengths > 0))]
@@ -190,7 +199,7 @@ class _Attempt:
         return np.sort(np.concatenate(left))
 
     def _free_group(self, length: int, size: int, most_work: float) -> int | None:
-        """The first rank of the group of neighbours with room that is least busy; None: there is none."""
+        """Return the first rank of the least busy group of neighbours with enough free rows; None without one."""
         rows, work = self.capacity - -(-length // size), _triangle(length) / size
         found, least = None, float("inf")
         for first in range(0, self._cp_size, size):
@@ -201,7 +210,7 @@ class _Attempt:
         return found
 
     def _deal(self, sequence: int, length: int, first: int, size: int) -> None:
-        """The sequence to `size` ranks: whole to one, else two chunks to each, a cheap one and a dear one."""
+        """Assign a sequence to `size` ranks: whole to one rank, else two chunks each, an early and a late one."""
         ranks = range(first, first + size)
         emptiest = sorted(ranks, key=lambda rank: self.rows[rank])[: length % size]
         counts = {rank: length // size + (rank in emptiest) for rank in ranks}
@@ -216,7 +225,7 @@ class _Attempt:
             begin += count
 
     def fold(self, sequences: Ints) -> None:
-        """Lays sequences on a line, the shortest first; each rank takes of both ends what completes rows and work."""
+        """Sort sequences on a line, shortest first; from both ends each rank takes what completes its rows and work."""
         self._line = sequences[np.argsort(self._lengths[sequences], kind="stable")]
         line = _Line(self._lengths[self._line])
         low, high = 0, line.starts[-1]
@@ -232,7 +241,7 @@ class _Attempt:
             low, high = low + count - dear, high - dear
 
     def runs(self) -> Ints:
-        """See place_fold."""
+        """Return the runs, as place_fold does."""
         first, _, owner = np.array(sorted(self._cuts), np.int64).reshape(-1, 3).T
         item, begin, end, part = _cut(self._lengths[self._line], first)
         folded = np.stack([owner[part], self._line[item], begin, end], axis=1)
@@ -240,9 +249,9 @@ class _Attempt:
 
 
 class _Line:
-    """Sequences one behind another, as Python's ints, which the bisections below are fastest with.
+    """Line of consecutive sequences, as Python ints, with which bisection is fastest.
 
-    starts: where each begins on the line, and where the last one ends.
+    starts: first row of each sequence on the line, and the end of the last one.
     """
 
     def __init__(self, lengths: Ints) -> None:
@@ -250,7 +259,7 @@ class _Line:
         self._done = [0, *np.cumsum(_triangle(lengths)).tolist()]
 
     def work_of_ends(self, low: int, high: int, count: int, dear: int) -> int:
-        """Work of `count` of the rows [low, high): the last `dear` ones, and the first ones."""
+        """Return the work of `count` of the rows [low, high): the last `dear` rows, and the first ones."""
         last = self._work_before(high) - self._work_before(high - dear)
         return last + self._work_before(low + count - dear) - self._work_before(low)
 
@@ -260,19 +269,19 @@ class _Line:
 
 
 def _triangle(length: Any) -> Any:
-    """Pairs of a query and a key at positions [0, length) of a sequence: an int, or an array of them."""
+    """Return the causal (query, key) pairs at positions [0, length) of a sequence; length is an int or an array."""
     return length * (length + 1) // 2
 
 
 def _cut(sizes: Ints, cuts: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """What becomes of items, one behind another on a line, that is cut into parts.
+    """Cut a line of consecutive items into parts, and return the pieces that result.
 
     Args:
-        sizes: (num_items,) of every item.
-        cuts: where each part begins, ascending, the first one at 0.
+        sizes: (num_items,), size of every item.
+        cuts: first position of each part, ascending, from 0.
 
     Returns:
-        Of every piece, in the order of the line: its item, its begin and end there, and its part.
+        (item, begin, end, part) of every piece, in the order of the line; begin and end are positions in the item.
     """
     ends = np.cumsum(sizes)
     edges = np.unique(np.concatenate([ends - sizes, cuts]))
@@ -288,7 +297,7 @@ _kept: weakref.WeakKeyDictionary[PackedBatch, dict[Hashable, Any]] = weakref.Wea
 
 
 def once(batch: PackedBatch, key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` returned when it was first called for this batch and key."""
+    """Return the value cached for this batch and key; call `make` on a miss."""
     kept = _kept.setdefault(batch, {})
     if key not in kept:
         kept[key] = make()

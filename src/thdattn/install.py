@@ -1,4 +1,4 @@
-"""What to install when a library is missing, as a command that works where this package came from."""
+"""Install commands for missing libraries, which work for the place that this package was installed from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def remedy(extra: str) -> str:
-    """The command that adds an extra of pyproject.toml ("cuda13", "mpich", ...) to this installation.
+    """Return the command that adds an extra of pyproject.toml ("cuda13", "mpich", ...) to this installation.
 
-    In a clone it names the clone, so that it works in any directory. Otherwise pip has kept where the package came
-    from (PEP 610, direct_url.json), unless that was an index.
+    For a clone the command names the clone, so that it works in any directory. Otherwise it names the origin that pip
+    recorded (PEP 610, direct_url.json), unless that was an index.
     """
     clone = FOLDER.parents[1]
     if FOLDER.parent.name == "src" and (clone / "pyproject.toml").exists():
@@ -31,7 +31,7 @@ def expects_gpu() -> bool:
 
 
 def _origin() -> str:
-    """The URL that this package was installed from, as pip takes it; empty if from an index."""
+    """Return the URL that this package was installed from, as pip takes it; empty if from an index."""
     try:
         kept = json.loads(metadata.distribution("thdattn").read_text("direct_url.json") or "{}")
     except metadata.PackageNotFoundError:  # copied somewhere by hand
