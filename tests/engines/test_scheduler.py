@@ -137,7 +137,7 @@ def test_splits_of_longer_sequences_take_few_heads_together():
 
 @pytest.mark.parametrize(("tiles", "heads", "pieces"), [(1, 1, 32), (8, 8, 49), (1, 16, 24), (2, 132, 3)])
 def test_pieces_have_room_for_three_of_every_multiprocessor(tiles, heads, pieces):
-    assert scheduler.most_pieces(H100, tiles, heads) == pieces
+    assert scheduler.most_kv_splits(H100, tiles, heads) == pieces
 
 
 @pytest.mark.parametrize(("tiles", "heads", "divides"), [
@@ -145,4 +145,4 @@ def test_pieces_have_room_for_three_of_every_multiprocessor(tiles, heads, pieces
 ])  # fmt: skip
 def test_keys_are_divided_where_tiles_are_few(tiles, heads, divides):
     plan = SimpleNamespace(num_tiles=(tiles, 1))
-    assert scheduler.divides_keys(H100, TILES[128, 128].forward_sm90, plan, heads) == divides
+    assert scheduler.splits_keys(H100, TILES[128, 128].forward_sm90, plan, heads) == divides

@@ -221,7 +221,7 @@ def test_wrong_lengths_make_every_result_nan_at_every_head_dim(cupy, kernels, un
     for module in (cuda, launch):
         monkeypatch.setattr(module, "empty", cupy.zeros)
     if not divides:
-        monkeypatch.setattr(scheduler, "divides_keys", lambda *of: False)
+        monkeypatch.setattr(scheduler, "splits_keys", lambda *of: False)
     batch = thdattn.PackedBatch(cupy.asarray([0, 300, 200, 400], np.int32), total_rows=400)
     attention = thdattn.CPAttention(SINGLE, 2, dims[0], 1, dims[1], engine="cuda")
     plan = attention.plan(batch)

@@ -87,8 +87,8 @@ def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
     row, gpu = TILES[plan.head_dims], launch.this_gpu()
     made = {"logits of tiles": num_bytes(_max_logits(row, plan, max(group_heads)), np.float32)}
     is_slice = plan.keys_of is not None
-    if gpu.sm90 and not is_slice and scheduler.divides_keys(gpu, row.forward_sm90, plan, layer.num_heads):
-        most = scheduler.most_pieces(gpu, plan.num_tiles[0], layer.num_heads)
+    if gpu.sm90 and not is_slice and scheduler.splits_keys(gpu, row.forward_sm90, plan, layer.num_heads):
+        most = scheduler.most_kv_splits(gpu, plan.num_tiles[0], layer.num_heads)
         made["partial results of tiles"] = num_bytes(_partials(row, most, max(group_heads)), np.float32)
         made["splits of tiles"] = sum(
             num_bytes(_splits(gpu, most, plan.num_tiles[0], heads), np.int32) for heads in group_heads)
@@ -139,7 +139,7 @@ def _hopper(
     tiles, heads = row.forward_sm90, spec.heads
     # The kernel with capped logits spills registers beside split keys.
     splits = (not spec.accumulate and not spec.kind.caps
-              and scheduler.divides_keys(gpu, tiles, plan, heads.row_heads))
+              and scheduler.splits_keys(gpu, tiles, plan, heads.row_heads))
     kernel = compiler.kernel(*row.thd_attn_fwd_sm90(heads.dtype.name, spec.out_dtype, spec.kind, splits))
     together = max(heads.group, tiles.together)
 
@@ -168,7 +168,7 @@ def _split_keys(gpu: Gpu, row: Tiles, plan: Plan, order: Array, heads: Heads) ->
     The number of splits follows from all tiles of the plan and all heads of the layer, of which a launch has some.
     """
     every = plan.arrays.query_tiles[1]
-    most = scheduler.most_pieces(gpu, len(every), heads.row_heads)
+    most = scheduler.most_kv_splits(gpu, len(every), heads.row_heads)
     partials = plan.buffer("partial results of tiles", _partials(row, most, heads.num_heads), np.float32,
                            _partials(row, most, heads.most_heads))
     arrived = plan.memoize(

@@ -71,7 +71,7 @@ def test_every_tile_is_there_with_all_its_parts(cupy, case, num_heads):
     lengths = [key_tiles[tile] for tile, *_ in pieces]
     assert lengths == sorted(lengths, reverse=True), "longest first"
     divided = [piece for piece in pieces if piece[2] > 1]
-    assert len(divided) <= scheduler.most_pieces(launch.this_gpu(), len(key_tiles), num_heads)
+    assert len(divided) <= scheduler.most_kv_splits(launch.this_gpu(), len(key_tiles), num_heads)
     assert pieces[: len(divided)] == divided, "their shares have room for no others"
 
 
@@ -151,7 +151,7 @@ def test_any_division_is_the_oracle(cupy, monkeypatch, case, parts):
 
     split_keys = forward._split_keys
     monkeypatch.setattr(forward, "_split_keys", divided)
-    monkeypatch.setattr(forward.scheduler, "most_pieces", lambda *_: 32 * 12)
+    monkeypatch.setattr(forward.scheduler, "most_kv_splits", lambda *_: 32 * 12)
     check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda"))
 
 
