@@ -16,8 +16,8 @@ from thdattn.engines import Engine
 from thdattn.engines.select import choose_engine
 from thdattn.packing import PackedBatch
 
-MOST_ROWS = {"cuda": 32_768, "reference": 256}  # of the pack that the attention is timed with
-MESSAGE = {"cuda": 2**26, "reference": 2**20}  # bytes that every rank gets of all others together
+MOST_ROWS = {"cuda": 32_768, "reference": 256}  # rows of the pack that attention is timed with
+MESSAGE = {"cuda": 2**26, "reference": 2**20}  # bytes that every rank receives from all others together
 SMALL = 2**10
 CALLS = 5
 

@@ -1,4 +1,4 @@
-"""What is made on the first use of a plan or cache and kept as long as it: work buffers, and what calls have in common.
+"""Workspace of a plan or cache, made on first use and kept as long as its owner: buffers, and values that calls share.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ T = TypeVar("T")
 
 
 class Kept:
-    """What calls have in common, by key.
+    """Cache, by key, of values that calls share.
 
-    What a capture of a CUDA graph makes is there where that graph is replayed, which may be never, or after other calls
-    and graphs: it serves that graph alone.
+    A value made in the capture of a CUDA graph serves that graph alone: its replays may come after other calls and
+    graphs, or never.
     """
 
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
 
     def memoize(self, key: Any, make: Callable[[], T], capture: Callable[[], int | None]) -> T:
-        """What `make` returned when it was first called for this key, outside of captures or in the present one.
+        """Return the value cached for `key`, outside of captures or in the present one; call `make` on a miss.
 
         Args:
-            capture: the number of the present one; None: there is none.
+            key: identifies the value; hashable.
+            make: makes the value.
+            capture: returns the number of the present graph capture; None: there is none.
         """
         if key not in self._made:
             number = capture()
@@ -38,22 +40,22 @@ class Kept:
         return made
 
     def values(self) -> list[Any]:
-        """All that was made."""
+        """Return all cached values."""
         return [*self._made.values()]
 
 
 class Buffers:
-    """Arrays by name, shape and dtype. None is ever freed, made larger or moved: CUDA graphs have their addresses."""
+    """Arrays by name, shape and dtype. They are never freed, enlarged or moved: CUDA graphs keep their addresses."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
-        self._views: dict[Any, Any] = {}  # of those, as to make one takes time
+        self._views: dict[Any, Any] = {}  # cached, because a new view takes time
 
     def get(
         self, empty: Callable[[tuple[int, ...], DTypeLike], Any], name: str, shape: tuple[int, ...], dtype: DTypeLike,
         room: tuple[int, ...] | None = None,
     ) -> Any:
-        """See Plan.buffer; empty: makes an array of a shape and dtype."""
+        """Return the buffer, see Plan.buffer. empty: allocates an array of a shape and dtype."""
         key = name, shape, np.dtype(dtype)
         if room is None or room == shape:
             if key not in self._made:
@@ -65,5 +67,5 @@ class Buffers:
         return self._views[key, room]
 
     def arrays(self) -> list[Any]:
-        """All that were made, each once."""
+        """Return every allocated array once."""
         return [*self._made.values()]

@@ -1,4 +1,4 @@
-"""How a plan comes about: from its outline, which says all sizes, over what ranks agree on, to its arrays."""
+"""Build a plan: outline with all sizes, fields that ranks must agree on, arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thdattn.sharding import Sharding
 
 
 def with_core(plan: Plan, inner: int) -> Plan:
-    """The outline of a plan where heads are exchanged among so many ranks: with that of all rows of the group."""
+    """Return the outline of a plan whose heads `inner` ranks exchange: it has a core, the outline of a group's rows."""
     if inner == 1:
         return plan
     rows = plan.sharding.outer or Sharding(plan.batch, 1, "contiguous")
@@ -22,7 +22,7 @@ def with_core(plan: Plan, inner: int) -> Plan:
 
 
 def check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) -> None:
-    """Raise for keys of their own that these queries cannot have; see CPAttention.plan."""
+    """Raise for a key_batch that does not fit the batch of queries; see CPAttention.plan."""
     if not isinstance(key_batch, PackedBatch):
         raise TypeError(
             f"key_batch is a {type(key_batch).__name__}, wanted a PackedBatch of the keys' lengths; make it with "
@@ -47,10 +47,10 @@ def check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) ->
 
 
 def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields in which ranks must agree on an outline of a plan; of lengths on a GPU only how many they are.
+    """Return the fields of an outline in which ranks must agree; for lengths on a GPU only their number.
 
     Args:
-        asked: by name, what was asked of the attention or mixer.
+        asked: arguments of the attention or mixer, by name.
     """
     sharding = plan.sharding
     fields = {"sharding": sharding.strategy, "inner": sharding.inner, **asked}
@@ -59,10 +59,10 @@ def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def found_wrong(lengths: Any) -> str:
-    """Why lengths on a GPU are wrong, as far as the host knows, which a rank may before others; "": they are not.
+    """Return why lengths on a GPU are wrong, "" if the host knows of no error; one rank may know before others.
 
     Args:
-        lengths: see PlanArrays; None: there are none.
+        lengths: see PlanArrays; None for lengths on the host.
     """
     try:
         if lengths is not None:
@@ -73,10 +73,10 @@ def found_wrong(lengths: Any) -> str:
 
 
 def with_arrays(plan: Plan, lengths: Any = None) -> Plan:
-    """The plan of an outline.
+    """Return the plan of an outline, with arrays.
 
     Args:
-        lengths: on a GPU, of the plan that it is the core of.
+        lengths: for the core of a plan with lengths on a GPU, that plan's DeviceLengths.
     """
     if plan.core is None or plan.sharding.outer is None:
         key_batch = None if plan.key_batch is plan.batch else plan.key_batch

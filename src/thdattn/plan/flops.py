@@ -1,4 +1,4 @@
-"""Floating-point operations of attention, as speeds are compared by."""
+"""Floating-point operations of attention, by the convention that makes speeds comparable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ class Flops(NamedTuple):
     """Floating-point operations of one attention layer, summed over all ranks; exact ints.
 
     Attributes:
-        forward, backward: of one call each.
+        forward: operations of one forward.
+        backward: operations of one backward.
     """
 
     forward: int
@@ -17,6 +18,6 @@ class Flops(NamedTuple):
 
 
 def attention_flops(pairs: int, num_heads: int, head_dims: tuple[int, int]) -> Flops:
-    """Of so many visible pairs; see CPAttention.flops."""
+    """Return the operations of attention over `pairs` visible pairs; see CPAttention.flops."""
     multiply_adds = pairs * num_heads * sum(head_dims)
     return Flops(forward=2 * multiply_adds, backward=5 * multiply_adds)

@@ -1,4 +1,4 @@
-"""Check that the buffers of a batch fit in free GPU memory, or in what batches before have left behind."""
+"""Check that the buffers of a batch fit in free GPU memory, or in the memory of earlier batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thdattn.engines import Engine
 from thdattn.plan.memory import Memory, in_units
 from thdattn.plan.plan import Plan
 
-# Plans that somebody holds.
+# Plans that are still referenced.
 _plans: WeakKeyDictionary[Comm, WeakSet[Plan]] = WeakKeyDictionary()
 
 
@@ -21,11 +21,11 @@ def note(comm: Comm, plan: Plan) -> None:
 def shortage(engine: Engine, comm: Comm, memory: Memory, forward_only: bool) -> str:
     """Return why a plan's work buffers and one layer do not fit in free memory; "" if they do, or nobody knows.
 
-    Memory that this plan takes over counts as free: windows that exist, and the buffers of plans made before, as a loop
-    still holds the last plan while it makes the next. Other arrays that it drops later are in use.
+    Memory that this plan takes over counts as free: existing peer windows, and buffers of earlier plans, because a
+    training loop still holds its last plan while it makes the next. Other arrays of the caller count as in use.
 
     Args:
-        memory: what the plan and the layer take.
+        memory: bytes of the buffers of the plan and the layer.
         forward_only: the layer has no backward.
     """
     held = comm.held_bytes()

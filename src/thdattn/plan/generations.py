@@ -1,6 +1,6 @@
-"""Generations of lengths on a GPU: which ones a call found, so that what it made is not used with other lengths.
+"""Generations of lengths on a GPU: they mark the results of a call, so that these are not used with other lengths.
 
-Only the host counts. A graph of thdattn.graphs counts again at each replay; other replays are not seen here.
+Only the host counts generations. A graph of thdattn.graphs counts again at each replay; other replays go unnoticed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _OfThread(threading.local):
-    """actions: those of the graph that this thread captures; None: it captures none."""
+    """State of one thread. actions: host actions of the graph that it captures; None: it captures none."""
 
     actions: list[Callable[[], None]] | None = None
 
@@ -24,7 +24,7 @@ _numbers = itertools.count(1)
 
 @contextmanager
 def recorded() -> Iterator[list[Callable[[], None]]]:
-    """Yield the list of what a block that is captured does on the host, and every replay of its graph has to do."""
+    """Yield the list of host actions of a captured block, which every replay of its graph must repeat."""
     actions: list[Callable[[], None]] = []
     _of_thread.actions = actions
     try:
@@ -34,11 +34,11 @@ def recorded() -> Iterator[list[Callable[[], None]]]:
 
 
 def renew(lengths: Any, name: Callable[[], Any] = lambda: next(_numbers)) -> None:
-    """Give lengths another generation, now and at replays of the graph that is being captured.
+    """Give lengths a new generation, now and at replays of the graph that is being captured.
 
     Args:
         lengths: a DeviceLengths, whose generation is set.
-        name: makes what tells the lengths from others; equal for those that are the same.
+        name: returns the generation; equal lengths have equal generations.
     """
     def act() -> None:
         lengths.generation = name()
@@ -67,9 +67,9 @@ class Generation:
             actions.append(self._follow)
 
     def check(self, what: str) -> None:
-        """Raise a ValueError if the lengths are others now; a captured check is made again at every replay.
+        """Raise a ValueError if the lengths have changed; a captured check is repeated at every replay.
 
-        What an unknown graph made is checked in its capture alone, as nobody says when it is replayed.
+        Results of a graph outside thdattn.graphs are checked during capture alone, because its replays go unnoticed.
         """
         if self._of_graph and _of_thread.actions is not None and self._made_in != self._capture():
             _of_thread.actions.append(lambda: self._compare(what))

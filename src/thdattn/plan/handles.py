@@ -1,4 +1,4 @@
-"""Handles of plans and attentions: numbers in arrays, for compilers whose operators take nothing else."""
+"""Handles of plans and attentions: numbers in arrays, for compilers whose operators take only arrays."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def give_handle(owner: Any) -> None:
     handle: Any = np.array([number])
     for wrap in _wraps:
         handle = wrap(handle)
-    object.__setattr__(owner, "_handle", handle)  # of frozen ones, too
+    object.__setattr__(owner, "_handle", handle)  # works for frozen dataclasses, too
     _owners[number] = owner
 
 
 def owner_of(handle: int) -> Any:
-    """Return the object of a handle; None if it lives no longer."""
+    """Return the object of a handle; None if it no longer exists."""
     return _owners.get(handle)
 
 
 def wrap_handles(wrap: Callable[[NDArray[np.int64]], Any]) -> None:
-    """Make the handles of all objects, those that live and those to come, arrays of another library."""
+    """Convert the handles of all objects, present and future, to arrays of another library."""
     _wraps.append(wrap)
     for owner in list(_owners.values()):
         object.__setattr__(owner, "_handle", wrap(owner._handle))

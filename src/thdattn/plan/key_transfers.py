@@ -1,7 +1,7 @@
-"""What travels where rows are spread by runs: the keys that a rank's queries see, which ranks have them, and who sends
-what to whom. Every rank knows it of all ranks, from the lengths.
+"""Exchange of needed rows, for shardings by runs: the keys that each rank's queries see, owner ranks, and transfers.
 
-It is found from runs of neighbouring rows, of which there are few; arrays of rows are made of their pieces.
+Every rank computes the transfers of all ranks from the lengths. It works on runs of consecutive rows, which are few,
+and expands their pieces to arrays of rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from thdattn.plan.mask import in_sight, transposed
 
 
 class Pieces(NamedTuple):
-    """An array that is made of pieces: numbers that follow one another, or -1 all through.
+    """Array in pieces: every piece has consecutive numbers, or -1 throughout.
 
-    size: of the array.
-    begin: (num_pieces,) where each begins, ascending, the first one at 0.
-    value: (num_pieces,) its first number; -1: of a piece of -1.
+    size: size of the array.
+    begin: (num_pieces,), first index of each piece, ascending from 0.
+    value: (num_pieces,), first number of each piece; -1 for a piece of -1.
     """
 
     size: int
@@ -32,7 +32,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, size: int, begin: Ints, sizes: Ints, value: Ints) -> Pieces:
-        """Pieces in ascending order; what lies between them is -1."""
+        """Make an array of `size` from pieces in ascending order, with -1 between them."""
         begins = np.append(0, np.stack([begin, begin + sizes], axis=1))
         values = np.append(-1, np.stack([value, np.full(len(value), -1)], axis=1))
         some = np.diff(begins, append=size) > 0
@@ -40,13 +40,13 @@ class Pieces(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Pieces]) -> Pieces:
-        """Of arrays that lie one behind another."""
+        """Concatenate arrays."""
         ends = np.cumsum([part.size for part in parts])
         begins = [part.begin + end - part.size for part, end in zip(parts, ends, strict=True)]
         return cls(int(ends[-1]), np.concatenate(begins), np.concatenate([part.value for part in parts]))
 
     def filled(self) -> NDArray[np.int32]:
-        """The array."""
+        """Return the array, int32."""
         sizes = np.diff(self.begin, append=self.size)
         none = np.repeat(self.value < 0, sizes)
         numbers = np.repeat(self.value - self.begin, sizes) + np.arange(self.size)
@@ -54,12 +54,12 @@ class Pieces(NamedTuple):
         return array
 
     def table(self) -> NDArray[np.int32]:
-        """(2 * num_pieces,), begin and value, as kernels read them."""
+        """Return begin and value, (2 * num_pieces,) int32, as kernels read them."""
         return np.concatenate([self.begin, self.value]).astype(np.int32)
 
 
 class Routes:
-    """How many rows of keys go from rank to rank.
+    """Numbers of key rows that ranks send to each other.
 
     Args:
         table: (cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal.
@@ -67,9 +67,10 @@ class Routes:
 
     Attributes:
         table: as passed.
-        is_empty: whether nothing goes from any rank to any other one.
-        sent, received: (cp_size,), rows that this rank sends to each, and gets from each.
-        num_sent, num_received: of all ranks together.
+        is_empty: True if no rank sends a row to another.
+        sent: (cp_size,), rows that this rank sends to each rank.
+        received: (cp_size,), rows that this rank receives from each rank.
+        num_sent, num_received: sums of sent and of received.
     """
 
     def __init__(self, table: Ints, cp_rank: int) -> None:
@@ -79,7 +80,7 @@ class Routes:
 
 
 class KeySide(NamedTuple):
-    """The arrays of a rank's key buffer of needed rows; see PlanArrays."""
+    """Arrays of a rank's key buffer of needed rows; see PlanArrays."""
 
     rows_of_keys: Pieces
     rank_order: Pieces
@@ -90,17 +91,17 @@ class KeySide(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NeededRows:
-    """The key buffers of all ranks under a mask, and how they are filled.
+    """Key buffers of all ranks under a mask, and the moves that fill them.
 
     A buffer has the rows that some query of the rank sees, ascending: no padding.
 
     Attributes:
         local_rows: rows that every rank stores.
-        sizes: (cp_size,) rows of each buffer.
-        runs: (4, num_runs), rank, begin and end of the rows of the pack that are neighbours in its buffer, and the
-            row there where they begin; rank after rank, ascending.
-        moves: (5, num_moves), who has rows, whose buffer they go to, the local row and the row of the buffer where they
-            begin, and how many they are; by sender, receiver and row. Those of one rank to itself are among them.
+        sizes: (cp_size,), rows of each buffer.
+        runs: (4, num_runs): rank, begin and end of consecutive rows of the pack in the rank's buffer, and their first
+            buffer row; rank after rank, ascending.
+        moves: (5, num_moves): sender, receiver, first local row of the sender, first row in the receiver's buffer, and
+            number of rows; sorted by sender, receiver and row. Moves of a rank to itself are included.
     """
 
     local_rows: int
@@ -109,7 +110,7 @@ class NeededRows:
     moves: Ints
 
     def table(self) -> Ints:
-        """See Routes."""
+        """Return the table of Routes."""
         sender, receiver, _, _, sizes = self.moves
         table = np.zeros((len(self.sizes), len(self.sizes)), np.int64)
         np.add.at(table, (sender, receiver), sizes)
@@ -117,7 +118,7 @@ class NeededRows:
         return table
 
     def key_side(self, cp_rank: int) -> KeySide:
-        """The arrays of one rank's buffer."""
+        """Return the arrays of one rank's buffer."""
         here = self.runs[:, self.runs[0] == cp_rank]
         _, begin, end, key_row = here
         rows_of_keys = Pieces.of(int(self.sizes[cp_rank]), key_row, end - begin, begin)
@@ -126,7 +127,7 @@ class NeededRows:
         _, receiver, row, key_row, sizes = given
         own = receiver == cp_rank
         places = _unread(given[2:, own], given[2:, ~own], int(self.sizes[cp_rank]))
-        place = np.cumsum(np.where(own, 0, sizes)) - sizes  # among the rows that are sent
+        place = np.cumsum(np.where(own, 0, sizes)) - sizes  # index among the rows that are sent
         num_returns = len(self.sizes) * self.local_rows
         returns = Pieces.of(num_returns, receiver * self.local_rows + row, sizes, np.where(own, key_row, place))
         sends = Pieces.of(int(sizes[~own].sum()), place[~own], sizes[~own], row[~own])
@@ -140,10 +141,11 @@ class NeededRows:
 
 
 def _unread(own: Ints, sent: Ints, key_rows: int) -> Pieces:
-    """Where a rank's own rows are in its key buffer that no other rank gets: for every row there its local row, or -1.
+    """Return, for every key buffer row, the local row of an own row that no other rank receives; else -1.
 
     Args:
-        own, sent: (3, any) local rows and rows of buffers at which moves begin, and their sizes, in ascending order.
+        own, sent: (3, any): first local rows and first buffer rows of moves, and their sizes, ascending.
+        key_rows: rows of the key buffer.
     """
     (row, key_row, sizes), first, ends = own, np.sort(sent[0]), np.sort(sent[0] + sent[2])
     edges = np.unique(np.concatenate([row, row + sizes, first, ends]))
@@ -158,7 +160,7 @@ def _unread(own: Ints, sent: Ints, key_rows: int) -> Pieces:
 
 
 def needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:
-    """The key buffers of all ranks over which a batch is spread by balanced_runs; made once per batch and window."""
+    """Return the key buffers of all ranks, for a batch spread by balanced_runs; cached per batch and window."""
     return once(batch, (cp_size, window, local_rows), lambda: _needed_rows(batch, cp_size, window, local_rows))
 
 
@@ -170,7 +172,7 @@ def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], loca
     key_rank, key_begin, key_end = _runs_in_sight(batch, rank, begin, end, sequence, window)
     key_row = within_rank(key_rank, key_end - key_begin)
 
-    # Of every run, the runs of every rank's buffer that it overlaps: ranks lie one behind another on a line.
+    # For every run, find the runs of every rank's buffer that it overlaps: offsets put ranks one after another.
     apart = batch.total_rows + 1
     wanted = np.arange(cp_size) * apart
     first = np.searchsorted(key_end + key_rank * apart, begin[:, None] + wanted, side="right")
@@ -189,14 +191,14 @@ def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], loca
 def foreign_tiles(
     batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int, cp_rank: int, tiles: tuple[int, int]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which tiles have to do with rows of keys of other ranks; the others can be done while such rows travel.
+    """Return the tiles that need key rows of other ranks; the compute of all other tiles overlaps their exchange.
 
     Args:
         tiles: rows per tile of queries and of keys.
 
     Returns:
-        (tiles of local query rows,), whether one of the tile's queries sees such a row; (tiles of the key buffer's
-        rows,), whether one of the tile's rows is one.
+        (query tiles,) bool, True if a query of the tile sees a row of another rank; and
+        (key tiles,) bool, True if a row of the tile belongs to another rank.
     """
     needed, owned = needed_rows(batch, cp_size, window, local_rows), balanced_runs(batch, cp_size)
     sender, receiver, _, key_row, sizes = needed.moves
@@ -205,9 +207,9 @@ def foreign_tiles(
     key_row, sizes = key_row[foreign], sizes[foreign]
     _, begin, _, first = needed.runs[:, needed.runs[0] == cp_rank]
     run = np.searchsorted(first, key_row, side="right") - 1
-    row = begin[run] + key_row - first[run]  # of the pack
+    row = begin[run] + key_row - first[run]  # row of the pack
 
-    # The queries that see them are within the same window, seen from the keys.
+    # The transposed window gives the queries that see these keys.
     sequence = np.searchsorted(batch.cu_seqlens_padded[1:], row, side="right")
     _, low, high = _runs_in_sight(
         batch, np.zeros_like(row), row, row + sizes, sequence, transposed(window))
@@ -223,7 +225,7 @@ def foreign_tiles(
 
 
 def _tiles_with(begin: Ints, end: Ints, num_rows: int, tile: int) -> NDArray[np.bool_]:
-    """Whether each tile of so many rows has a row of some [begin, end)."""
+    """Return whether each tile of num_rows rows has a row of some [begin, end)."""
     some = begin < end
     begun = np.zeros((2, -(-num_rows // tile) + 1), np.int64)
     np.add.at(begun[0], begin[some] // tile, 1)
@@ -234,7 +236,7 @@ def _tiles_with(begin: Ints, end: Ints, num_rows: int, tile: int) -> NDArray[np.
 def _runs_in_sight(
     batch: PackedBatch, rank: Ints, begin: Ints, end: Ints, sequence: Ints, window: tuple[int, int]
 ) -> tuple[Ints, Ints, Ints]:
-    """Return (rank, begin, end) of the rows of the pack that queries of runs see, those that touch being one.
+    """Return (rank, begin, end) of the rows of the pack that queries of runs see; adjacent results are merged.
 
     mask.py says why the queries of a run see one run of rows, whose ends ascend over a rank's runs.
     """
@@ -247,7 +249,7 @@ def _runs_in_sight(
 
 
 def all_rows(batch: PackedBatch, cp_size: int, local_rows: int) -> Pieces:
-    """The rows of the pack that the ranks of balanced_runs own, one rank after another; -1 for fillers."""
+    """Return the rows of the pack that the ranks of balanced_runs own, rank after rank; -1 for fillers."""
     runs = balanced_runs(batch, cp_size)
     begin = runs.rank * local_rows + runs.local_rows()
     return Pieces.of(cp_size * local_rows, begin, runs.end - runs.begin, runs.begin)

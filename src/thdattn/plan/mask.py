@@ -1,8 +1,8 @@
-"""The rule of the mask: which keys a query sees, from where both stand in their sequences.
+"""The rule of the mask: the keys that a query sees, from the positions of both in their sequences.
 
-Everything that the host knows of masks is in this module: a new mask changes it, and its twin on the GPU, `in_sight` of
-kernels.cu, which plans of lengths on a GPU and caches use. The tests compare the two element by element. The oracle has
-a rule of its own, as it judges this one.
+This module has everything that the host knows of masks. A new mask changes this module and its twin on the GPU,
+`in_sight` of kernels.cu, which plans of lengths on a GPU and caches use. The tests compare the two element by element.
+The oracle has a rule of its own, because it judges this one.
 
 Masks are windows (left, right), -1 = unlimited; a causal mask is right = 0. Plans, routes, costs and kernels assume of
 every mask the following, which tests/unit/test_mask.py checks:
@@ -51,21 +51,21 @@ def transposed(mask: Mask) -> Mask:
 
 
 def most_in_sight(mask: Mask, length: int) -> int:
-    """Return how many of so many keys a query sees at most."""
+    """Return the largest number of `length` keys that one query sees."""
     return min(length, sum(mask) + 1) if min(mask) >= 0 else length
 
 
 def hides_tokens(batch: PackedBatch, other: PackedBatch, mask: Mask) -> bool:
-    """Return whether some token of batch, whose lengths are on the host, sees nothing of other: the first one, then."""
+    """Return whether a token of batch (lengths on the host) sees no token of other; then the first one sees none."""
     lengths, others = batch.lengths, other.lengths
     first, last = in_sight(np.zeros_like(lengths), lengths, others, mask)
     return bool(((lengths > 0) & (first >= last)).any())
 
 
 def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, mask: Mask) -> int:
-    """Return the number of pairs (query, key) that a mask leaves of these lengths, which must lie on the host.
+    """Return the number of (query, key) pairs that a mask leaves; the lengths must be on the host.
 
-    Each side of the window hides a triangle of the rectangle of queries and keys, cut off at its far side.
+    Each side of the window removes a triangle from the rectangle of queries and keys, cut off at its far side.
     """
     for lengths in (batch, key_batch):
         lengths.require_host("counting visible pairs")

@@ -25,9 +25,9 @@ def group_heads(groups: Iterable[int], each: int) -> list[tuple[int, int]]:
 
 
 class Layer(NamedTuple):
-    """What the buffers of a layer depend on beside the plan; heads are those of all groups.
+    """Properties of a layer that its buffers depend on, besides the plan; heads are those of all groups.
 
-    groups: kv heads of each of them.
+    groups: kv heads of each group.
     """
 
     num_heads: int
@@ -45,18 +45,18 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Memory(Mapping[str, int]):
-    """Bytes of every buffer that a batch takes on this rank, by name, without what allocators round up.
+    """Bytes of every buffer that a batch takes on this rank, by name, without the rounding of allocators.
 
-    Of calls of forward and backward; for start_backward, the sums of the last group of heads take room as the others
-    do, and so do the keys of all groups in rank order for a gather while those of another one wait for their call.
-    Buffers that some of the calls copy into, one after another, count as often as they are there at a time. Counters of
-    4 bytes, max_logit and temporaries of the reference engine are left out.
+    The numbers hold for forward and backward. start_backward also needs memory for the partial sums of the last group
+    of heads. A gather, while another gather waits for its call, also needs the keys of all groups in rank order. A
+    buffer that calls reuse counts as often as it exists at one time. Counters of 4 bytes, max_logit and temporaries of
+    the reference engine are left out.
 
     Attributes:
-        forward: work buffers that forward needs; all layers of a plan share them, and windows of peer memory all plans.
-        backward: those that backward needs besides.
-        saved: what every layer keeps from forward to backward, and out. q, k, v and zxbcdt are the caller's.
-        grads: what a backward returns.
+        forward: work buffers of forward. All layers of a plan share them; all plans share windows of peer memory.
+        backward: further work buffers of backward.
+        saved: arrays that every layer keeps from forward to backward, and out. The caller owns q, k, v and zxbcdt.
+        grads: gradients that a backward returns.
     """
 
     forward: Bytes
@@ -66,19 +66,19 @@ class Memory(Mapping[str, int]):
 
     @property
     def work(self) -> int:
-        """Bytes of all that the layers of a plan share."""
+        """Bytes of all buffers that the layers of a plan share."""
         return sum(self.forward.values()) + sum(self.backward.values())
 
     @property
     def per_layer(self) -> int:
-        """Bytes of what every layer keeps from forward to backward."""
+        """Bytes of the arrays that every layer keeps from forward to backward."""
         return sum(self.saved.values())
 
     def wanted(self, forward_only: bool = False) -> int:
-        """Return the bytes that must be free for one layer, beside its q, k and v, or its zxbcdt.
+        """Return the bytes that must be free for one layer, besides its q, k and v, or its zxbcdt.
 
         Args:
-            forward_only: leave out what backward needs.
+            forward_only: leave out the buffers of backward.
         """
         callers = "q", "k", "v", "zxbcdt"
         parts = [self.forward, {name: size for name, size in self.saved.items() if name not in callers}]
@@ -107,10 +107,10 @@ class Memory(Mapping[str, int]):
 
 
 def num_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Of an array."""
+    """Return the bytes of an array."""
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 def in_units(size: int) -> str:
-    """Bytes as people read them."""
+    """Return a number of bytes as text, in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -12,11 +12,11 @@ from thdattn.plan.plan import Plan
 
 
 def places_of_keys(plan: Plan) -> tuple[Any, Any]:
-    """Return the owners of the keys of all ranks in sequence order, made once, and anew whenever the plan is.
+    """Return the owner ranks of all key rows in sequence order; cached, and recomputed whenever the plan is.
 
     Returns:
-        (key_rows, 2) int32, the owner of every row of the key buffer, -1: nobody, and its row there; and
-        (local_key_rows,) int32, the number of every row of this rank, -1: a filler.
+        owners: (key_rows, 2) int32, the owner rank of every key buffer row (-1: none) and the local row there.
+        rows: (local_key_rows,) int32, the local row number of every row of this rank; -1 for a filler.
     """
     def make() -> tuple[Any, Any]:
         order, num_rows = plan.rank_order, plan.local_key_rows
@@ -42,9 +42,9 @@ def places_of_keys(plan: Plan) -> tuple[Any, Any]:
 
 
 def partials_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
-    """Return the bytes of a rank's partial sums of dk and dv, of one group of heads at a time.
+    """Return the bytes of a rank's partial sums of dk and dv, for one group of heads at a time.
 
-    On one rank they are the results. where: see reference.backward_bytes.
+    On one rank the partial sums are the results. where: see reference.backward_bytes.
     """
     if plan.cp_size == 1 or where != "made":
         return {}

@@ -1,4 +1,4 @@
-"""The arrays of a plan from lengths on the host, in NumPy: what positions see, as ranges of rows."""
+"""The arrays of a plan from lengths on the host, in NumPy: the rows that each position sees, as ranges."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from thdattn.plan.mask import in_sight, transposed
 from thdattn.plan.plan import PlanArrays
 from thdattn.sharding import Sharding
 
-FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
+FEW_SEQUENCES = 4  # equal causal ones; lengths that leave as large a share of all pairs count as few, too
 
 
 def host_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
     key_batch: PackedBatch | None = None, keys_of: int | None = None,
 ) -> PlanArrays:
-    """The arrays of a plan from lengths on the host, in NumPy.
+    """Compute the arrays of a plan from lengths on the host, in NumPy, without a Python loop over sequences.
 
     Args:
-        sharding: of a batch on the host.
+        sharding: the sharding of a batch on the host.
         cp_rank: the rank to plan for.
         window: (left, right), -1 = unlimited; causal is right = 0.
         tiles: rows per query tile and per key tile.
-        key_batch: lengths of the keys, as many sequences; None: those of the queries. For one rank.
+        key_batch: for one rank, lengths of the keys of as many sequences; None: those of the queries.
         keys_of: the rank whose rows are the key buffer; None: see Plan.keys_of.
 
     Returns:
-        PlanArrays of NumPy arrays. No Python loop over sequences; the loop over ranks is the only one.
+        PlanArrays of NumPy arrays.
     """
     batch, rows = sharding.batch, sharding.rows(cp_rank)
     all_rows = rows if sharding.cp_size == 1 else np.concatenate([sharding.rows(r) for r in range(sharding.cp_size)])
@@ -59,7 +59,7 @@ def host_arrays(
 def key_ranges(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], keys_of: int | None = None
 ) -> NDArray[np.int32]:
-    """key_ranges of host_arrays, of self-attention, where nothing else is wanted: in time of one rank's rows."""
+    """Compute key_ranges of host_arrays alone, for self-attention, in time linear in one rank's rows."""
     batch, rows_of_keys = sharding.batch, None if keys_of is None else sharding.rows(keys_of)
     if keys_of is None and sharding.by_runs:
         needed = needed_rows(batch, sharding.cp_size, window, sharding.local_rows)
@@ -72,7 +72,7 @@ def _key_side(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], all_rows: NDArray[np.int32],
     key_batch: PackedBatch | None, keys_of: int | None,
 ) -> dict[str, NDArray[np.int32] | None]:
-    """rank_order and rows_of_keys; of needed rows also sends, returns and places."""
+    """Return rank_order and rows_of_keys, and with needed rows sends, returns and places."""
     if key_batch is not None:
         return {"rank_order": np.arange(key_batch.total_rows, dtype=np.int32), "rows_of_keys": None}
     if keys_of is not None:
@@ -85,7 +85,7 @@ def _key_side(
 
 
 def _ranges_in(rows: NDArray[np.int32], ranges: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Ranges of rows of the pack as ranges of a side that has these of them: they ascend, so these are neighbours."""
+    """Convert ranges of rows of the pack to ranges of indices into `rows`, which ascend, fillers at the end."""
     found = np.searchsorted(rows[rows >= 0], ranges).astype(np.int32)
     found[found[:, 0] >= found[:, 1]] = 0
     return found
@@ -93,9 +93,10 @@ def _ranges_in(rows: NDArray[np.int32], ranges: NDArray[np.int32]) -> NDArray[np
 
 @dataclass(frozen=True)
 class _Located:
-    """Rows of one side, queries or keys, int32 each, 0 outside all sequences.
+    """Rows of one side, queries or keys, with their places; int32 each, 0 outside all sequences.
 
-    begin, length: first row and length of a row's sequence; position: its position there.
+    begin, length: first row and length of a row's sequence.
+    position: position of a row in its sequence.
     other_begin, other_length: first row and length of that sequence on the other side.
     """
 
@@ -118,7 +119,7 @@ def _locate(rows: NDArray[np.int32], batch: PackedBatch, other: PackedBatch) -> 
 
 
 def _rows_in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]:
-    """Return [begin, end), the rows of the other side that each row sees; (0, 0) for none, as of padding."""
+    """Return [begin, end), the rows of the other side that each row sees; (0, 0) for none and for padding."""
     first, last = in_sight(rows.position, rows.length, rows.other_length, window)
     ranges: NDArray[np.int32] = np.stack([rows.other_begin + first, rows.other_begin + last], axis=1)
     ranges[(rows.position >= rows.length) | (first >= last)] = 0
@@ -126,10 +127,11 @@ def _rows_in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]
 
 
 def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int, num_others: int) -> NDArray[np.int32]:
-    """(2, tiles): by falling length of a tile's longest sequence and, in a sequence, falling span; by span alone.
+    """Return two orders of tiles, (2, tiles).
 
-    The span of a tile is that of the other side's rows between the first and the last in sight. Ties: sequences and
-    tiles in their own order. Few sequences come in the second order, both times.
+    The first order is by descending length of a tile's longest sequence, and inside a sequence by descending span. The
+    second is by descending span alone; few sequences use it for both. The span of a tile is the number of rows of the
+    other side between the first and the last that it sees. Ties keep the order of sequences and tiles.
     """
     if not len(ranges):
         return np.zeros((2, 0), np.int32)

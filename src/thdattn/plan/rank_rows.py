@@ -1,6 +1,6 @@
-"""Rows of one rank and of the whole pack: cut out, put together again, and shifted inside their sequences.
+"""Rows of one rank and of the whole pack: shard, unshard, and shift inside sequences.
 
-Plan has these functions as methods, which say what they take.
+Plan has these functions as methods, whose docstrings explain the arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RankPlan(Protocol):
 
     @property
     def engine(self) -> Any:
-        """The module `reference` or `ops`."""
+        """The engine: engines.reference or engines.cuda."""
 
     @property
     def arrays(self) -> Any:
@@ -39,7 +39,7 @@ class RankPlan(Protocol):
 
     @property
     def local_rows(self) -> int:
-        """Rows of every rank."""
+        """Rows that every rank stores."""
 
     def enter(self) -> None:
         """Make the current stream wait until the arrays are ready."""
@@ -87,14 +87,14 @@ def shift(plan: RankPlan, x: Any, n: int, fill: Any, comm: Comm | None) -> Any:
 
 
 def _source_rows(plan: RankPlan, n: int) -> Any:
-    """Return the row of the pack that each local row takes its value from; total_rows where there is none.
+    """Return the source row in the pack of each local row; total_rows where there is none.
 
-    The host reads no length, so that lengths may lie on a GPU.
+    The host reads no length, so that lengths may be on a GPU.
     """
     arrays, batch = plan.arrays, plan.batch
     host = batch.cu_seqlens, batch.cu_seqlens_padded
     cu_seqlens, begins = host if arrays.offsets is None else arrays.offsets[0]
-    # The number of the sequence behind a row's own; any number for rows that are in none, which are not valid.
+    # The index of the sequence after a row's own; arbitrary for rows outside all sequences, which are not valid.
     behind = np.minimum(np.searchsorted(begins, arrays.rows, side="right"), len(begins) - 1)
     length = cu_seqlens[behind] - cu_seqlens[behind - 1]
     position = arrays.positions.astype(np.int64) + n
@@ -103,7 +103,7 @@ def _source_rows(plan: RankPlan, n: int) -> Any:
 
 
 def _packed(plan: RankPlan, x: Any, comm: Comm | None) -> Any:
-    """Return all ranks' rows in sequence order, as words, and behind them one row that holds fillers."""
+    """Return all ranks' rows in sequence order, as words, and after them one row for fillers."""
     gathered = words = _words(x)
     if comm is not None:
         gathered = plan.engine.empty((plan.cp_size * plan.local_rows, *words.shape[1:]), words.dtype)
