@@ -1,7 +1,7 @@
 """The CUDA engine: launchers of the kernels, with the functions of the NumPy engine and the same arguments.
 
-Everything runs on CuPy's current stream; nothing waits for the GPU or copies from it, so a call can be captured in a
-CUDA graph. Results are new arrays (a layer's output must outlive the next layer's call); work buffers are the plan's.
+Everything runs on CuPy's current stream. No call waits for the GPU or copies from it, so a CUDA graph can capture it.
+Results are new arrays, because a layer's output must outlive the next layer's call. Work buffers belong to the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ head_dims = tuple(TILES)
 
 
 def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
-    """Rows per query tile and per key tile of the kernels for these head dims."""
+    """Return the rows per query tile and per key tile of the kernels for these head dims."""
     gpu, row = launch.this_gpu(), TILES[head_dim, v_head_dim]
     if gpu.sm90:
         return row.forward_sm90.tile_m, row.backward_sm90.tile_n

@@ -1,4 +1,4 @@
-"""What every launch of the engine needs: this GPU, arrays on it, and a kernel with what stays the same."""
+"""Launch support: properties of the GPU, arrays on it, and kernels with fixed arguments."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from thdattn.packing import DLPACK_HOST
 from thdattn.plan.memory import group_heads
 
 Array = Any  # cupy.ndarray, whose hints are partial
-NONE = np.uint64(0)  # an argument instead of an array
+NONE = np.uint64(0)  # a null pointer, passed where there is no array
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """A new uninitialised array; every allocation of the engine comes from here."""
+    """Return a new uninitialised array; the engine allocates all its arrays by this function."""
     return cupy.empty(shape, dtype)
 
 
 def free_bytes(wanted: int) -> int | None:
-    """Bytes of memory that are free, if they are fewer than wanted; None: they are not, or nobody knows.
+    """Return the free bytes of memory if they are fewer than wanted; None if they suffice or are unknown.
 
-    Nobody does while a CUDA graph is captured, or where CuPy's memory is another library's. What the pool has free is
-    asked first, as it is told at once.
+    They are unknown while a CUDA graph is captured, or if another library allocates CuPy's memory. The pool's free
+    bytes are read first, because that is fast.
     """
     pool: Any = getattr(cupy.cuda.get_allocator(), "__self__", None)
     if not hasattr(pool, "free_bytes") or cupy.cuda.get_current_stream().is_capturing():
@@ -40,13 +40,13 @@ def free_bytes(wanted: int) -> int | None:
     free = int(pool.free_bytes())
     if free < wanted:
         room = int(cupy.cuda.runtime.memGetInfo()[0])
-        limit = int(pool.get_limit())  # 0: none
+        limit = int(pool.get_limit())  # 0: no limit
         free += min(room, limit - int(pool.total_bytes())) if limit else room
     return free if free < wanted else None
 
 
 def capture() -> int | None:
-    """The number of the capture of a CUDA graph that the current stream is in; see reference.capture.
+    """Return the number of the current stream's graph capture; see reference.capture.
 
     Source: CUDA driver API, cuStreamGetCaptureInfo.
     """
@@ -66,7 +66,7 @@ def _capture_info() -> Any:
 
 
 def from_user(name: str, x: Any) -> Array:
-    """A user's array as a C-contiguous CuPy array, without a copy where it is one.
+    """Return a user's array as a C-contiguous, 16-byte aligned CuPy array; copy it only if necessary.
 
     Raises:
         TypeError, ValueError: as in_place.
@@ -78,11 +78,11 @@ def from_user(name: str, x: Any) -> Array:
 
 
 def in_place(name: str, x: Any) -> Array:
-    """A user's array as a CuPy array in the same memory.
+    """Return a user's array as a CuPy array in the same memory.
 
     Raises:
         TypeError: the array is not on a GPU, or cannot be exchanged through DLPack.
-        ValueError: it lies on another GPU than the current one.
+        ValueError: the array is on another GPU than the current one.
     """
     if type(x) is not cupy.ndarray:
         if isinstance(x, np.ndarray) or dlpack_device(name, x) in {None, *DLPACK_HOST}:
@@ -102,14 +102,14 @@ def in_place(name: str, x: Any) -> Array:
 def tensor_maps(
     arrays: Sequence[Array], num_rows: Sequence[int], boxes: Sequence[int], l2_bytes: int = 256
 ) -> Iterator[Any]:
-    """Maps of the first rows of (rows, heads, width) arrays, so many of each, by boxes of so many rows."""
+    """Return tensor maps of the first num_rows[i] rows of (rows, heads, width) arrays, by boxes of boxes[i] rows."""
     return (tensor_map(x, rows, row_bytes(x), box, l2_bytes)
             for x, rows, box in zip(arrays, num_rows, boxes, strict=True))
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the choice of kernels and grids depends on."""
+    """Properties of a GPU that the choice of kernels and grids depends on."""
 
     sm90: bool
     multiprocessors: int
@@ -117,7 +117,7 @@ class Gpu:
 
 
 def this_gpu() -> Gpu:
-    """Of the current device."""
+    """Return the properties of the current device."""
     return _gpu(cupy.cuda.runtime.getDevice())
 
 
@@ -131,15 +131,15 @@ def _gpu(device: int) -> Gpu:
     )
 
 
-_MOST_PREPARED = 256  # arguments of a launch
+_MOST_PREPARED = 256  # cached argument blocks of a launch
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first.
+    """Kernel with the arguments that stay the same for all calls of a plan, after the arguments of each call.
 
-    What was prepared for a call is kept, as a training loop makes the same few again and again. early: may start while
-    the kernel before still runs, see jit.launch_early.
+    Prepared arguments are cached, because a training loop repeats the same few calls. early: the kernel may start while
+    the previous kernel still runs, see jit.launch_early.
     """
 
     kernel: compiler.Kernel
@@ -150,21 +150,21 @@ class Launch:
     _prepared: dict[Any, tuple[compiler.Arguments, tuple[Any, ...]]] = field(default_factory=dict, repr=False)
 
     def __call__(self, *args: Any) -> None:
-        # Structs, by value, are known by what they are, and so have to stay.
+        # Structs are passed by value and identified by id, so `prepared` keeps them alive.
         key = tuple([x.data.ptr if isinstance(x, cupy.ndarray) else id(x) if isinstance(x, np.void) else x
                      for x in args])
         self.launch(self.prepared(key, lambda: args))
 
     def launch(self, arguments: compiler.Arguments) -> None:
-        """The same, with what `prepared` returned."""
+        """Launch the kernel with arguments that `prepared` returned."""
         self.kernel.launch(self.grid, self.block, arguments, self.early)
 
     def launch_as(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> None:
-        """The same, with the arguments of a call, see `prepared`."""
+        """Launch the kernel with the arguments of a call, see `prepared`."""
         self.launch(self.prepared(key, make))
 
     def prepared(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> compiler.Arguments:
-        """Those of a call, which `make` returns, unless they are known by a key."""
+        """Return the cached arguments for `key`; build them with `make` on a miss."""
         found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
@@ -176,19 +176,19 @@ class Launch:
 
 
 def row_bytes(x: Array) -> int:
-    """Bytes from one row of (rows, heads, width) to the next, of which the array may have some of the heads."""
+    """Return the bytes between rows of a (rows, heads, width) array, which may be some heads of a larger array."""
     return int(x.strides[0]) if len(x) > 1 else int(x.shape[1] * x.shape[2] * x.itemsize)
 
 
 def row_heads(x: Array) -> int:
-    """How many heads a row in memory has, of which the array may have some."""
+    """Return the number of heads of a row in memory; the array may have only some of them."""
     return row_bytes(x) // int(x.shape[2] * x.itemsize)
 
 
 class Heads(NamedTuple):
-    """Heads of a call, their widths and dtype, as launches depend on them.
+    """Heads of a call, their widths and dtype, which launches depend on.
 
-    row_heads: query heads of a row in memory, of which the call may have some.
+    row_heads: query heads of a row in memory; the call may have only some of them.
     head_groups: see AttentionOptions.
     """
 

@@ -24,8 +24,8 @@ from thdattn.plan.key_transfers import Pieces, all_rows, needed_rows
 from thdattn.plan.plan import Plan, PlanArrays, key_side_ints
 from thdattn.sharding import Sharding
 
-POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
-_ORDER_INTS = 5  # of a tile: its places in two orders, and three of its cost
+POISON_BLOCKS = 64  # of 256 threads, which end at once if the lengths are right
+_ORDER_INTS = 5  # ints of a tile: its places in two orders, and three for its cost
 _CHECK, _ROWS, _PIECES, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _PAIRS, _POISON = PLAN_KERNELS
 
 
@@ -33,12 +33,12 @@ def plan_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
     key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: DeviceLengths | None = None,
 ) -> PlanArrays:
-    """The arrays of a plan, made by kernels: nothing is copied to the host, and the host does not wait.
+    """Compute the arrays of a plan with kernels, without a copy to the host and without waiting.
 
-    With lengths on the GPU, a captured CUDA graph plans anew for those it finds at each replay. Of wrong ones, which
-    only the GPU sees, DeviceLengths tells: its own, or the `lengths` of a plan with which this one is made anew.
-    Lengths on the host are right; plans of one batch share what they can. Of rows that are spread by runs, which the
-    host has found, the kernels make arrays of all rows.
+    With lengths on the GPU, a captured CUDA graph plans again at each replay. Only the GPU sees wrong lengths, which
+    DeviceLengths reports: a new one, or the `lengths` of another plan, which is refreshed together with this one.
+    Lengths on the host are already checked, and plans of one batch share arrays where they can. For shardings by runs
+    the host finds the runs, and kernels expand them to arrays of rows.
 
     Raises:
         RuntimeError: lengths on the host, on a stream that captures a CUDA graph.
@@ -58,16 +58,17 @@ def plan_arrays(
     return _shared(sharding, cp_rank, window, tiles, keys_of)
 
 
-# The last plans of a batch by rank, and by rank and mask; those that nobody holds are gone. None is ever written again.
+# The last plans of a batch by rank, and by rank and mask: weak references to arrays that are never written again.
 _planned: weakref.WeakKeyDictionary[PackedBatch, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def _shared(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int], keys_of: int | None
 ) -> PlanArrays:
-    """Arrays of other plans of this batch and rank, as far as they are the same.
+    """Return arrays of a plan that shares equal ones with other plans of this batch and rank.
 
-    Of one stream: what is shared was made before it is read, and its memory is given to later work of that stream.
+    Plans share only on one stream: it orders the writes of shared arrays before all reads, and before any reuse of
+    their memory.
     """
     planned = _planned.setdefault(sharding.batch, {})
     stream = cupy.cuda.get_current_stream()
@@ -83,22 +84,22 @@ def _shared(
 
 
 def _gone() -> None:
-    """A reference to nothing."""
+    """Return None, like a dead weak reference."""
 
 
 def _uploaded(*sides: PackedBatch) -> Array:
-    """(sides, 2, num_seqs + 1) int32: cu_seqlens and cu_seqlens_padded of the queries, and of other keys.
+    """Upload cu_seqlens and cu_seqlens_padded of queries, and of a key_batch: (sides, 2, num_seqs + 1) int32.
 
-    CuPy copies them from pinned memory, which it keeps until the copy is done, so that the host does not wait.
+    CuPy copies from pinned memory, which it keeps until the copy is done, so that the host does not wait.
     """
     return cupy.asarray([[batch.cu_seqlens, batch.cu_seqlens_padded] for batch in sides])
 
 
 def enter(plan: Plan) -> None:
-    """Has work on the current stream come after the making of the plan, if that was on another stream.
+    """Order the current stream after the stream that made the plan, if they differ.
 
-    And memory of the plan that CuPy's pool gives to later work of that stream, when nobody holds the plan any more,
-    then comes after the work on this one. In a capture nothing is done, as graphs outlive what they were captured with.
+    Once the plan is freed, CuPy's pool gives its memory to later work of the stream that made it. That work is then
+    ordered after the work on the current stream. A capture does nothing, because graphs outlive their captured objects.
     """
     stream, made_on = cupy.cuda.get_current_stream(), plan.arrays.stream
     if stream.ptr != made_on.ptr and not stream.is_capturing():
@@ -116,27 +117,27 @@ def _leave(stream: Any, made_on: Any) -> None:
 
 
 class DeviceLengths:
-    """Lengths on the GPU, found right or wrong there: what thd_plan_check makes of them.
+    """Lengths on the GPU, checked there by thd_plan_check.
 
-    Wrong ones are planned as sequences without rows, and nan_if_invalid makes all results NaN. The host learns of it
-    at once if it waits, or, from memory that the kernel writes, whenever it next asks.
+    Wrong lengths are planned as sequences without rows, and nan_if_invalid makes all results NaN. The host learns of
+    them at once if it waits. Otherwise it reads memory that the kernel writes, whenever it checks next.
 
     Attributes:
         sharding, key_batch: as passed to plan_arrays.
         checked: (2, 2, num_seqs + 1) int32, cu_seqlens and cu_seqlens_padded of queries and keys, all 0 if wrong.
         wrong: (1,) int32, 1 if wrong.
-        generation: what tells the lengths from those before and after a refresh; see thdattn.plan.generations.
-        made_in: the number of the capture of the CUDA graph that makes the plan; None: it was made outside of captures.
+        generation: changes with every refresh of the lengths; see thdattn.plan.generations.
+        made_in: number of the capture of the CUDA graph that makes the plan; None: made outside of captures.
     """
 
     def __init__(self, sharding: Sharding, key_batch: PackedBatch | None) -> None:
         self.sharding, self.key_batch = sharding, key_batch
         batch, keys = sharding.batch, key_batch or sharding.batch
-        self._made: list[Callable[[], None]] = []  # what every graph makes that makes the plan
-        self._late: dict[Callable[[], None], int | None] = {}  # all else; of what was made last in a capture, which one
-        self._of_graphs: dict[int | None, list[Callable[[], None]]] = {}  # by capture, what a graph makes for itself
+        self._made: list[Callable[[], None]] = []  # launches of every graph that makes the plan
+        self._late: dict[Callable[[], None], int | None] = {}  # other launches, with the capture that ran them last
+        self._of_graphs: dict[int | None, list[Callable[[], None]]] = {}  # by capture, launches of that graph alone
         self.made_in, self._was_captured = launch.capture(), False
-        # Kept, with all that is written here, as a replayed graph reads and writes them.
+        # A replayed graph reads the offsets and writes the arrays below, so this object keeps them all.
         self._offsets = [self._followed(name, x) for lengths in (batch, keys) for name, x in (
             ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
         made = launch.empty((4 * (batch.num_seqs + 1) + 1,), np.int32)
@@ -150,7 +151,7 @@ class DeviceLengths:
         self.make(lambda: compiler.kernel(_CHECK)((1,), 1024, (*args, notice.of_next_check())))
 
     def _followed(self, name: str, x: Any) -> Array:
-        """Offsets as the kernel reads them: a copy of strided ones, made anew whenever the plan is."""
+        """Return offsets that the kernel can read: of strided ones a copy, which every refresh repeats."""
         x = launch.in_place(name, x)
         if x.flags.c_contiguous:
             return x
@@ -159,9 +160,9 @@ class DeviceLengths:
         return copied
 
     def make(self, launches: Callable[[], None]) -> None:
-        """Makes something of the plan from the lengths, now and whenever make_again is called or a graph replays it.
+        """Run `launches`, which derive a part of the plan from the lengths, now and at every make_again or replay.
 
-        In the capture of another graph than the one that makes the plan, it is for that graph alone; see Plan.memoize.
+        In the capture of another graph than the one that makes the plan, they serve that graph alone; see Plan.memoize.
         """
         launches()
         now = launch.capture()
@@ -173,7 +174,7 @@ class DeviceLengths:
             self._late[launches] = now
 
     def make_again(self) -> None:
-        """Makes all of the plan again, in the same arrays, from the lengths that lie on the GPU now."""
+        """Make the whole plan again, in the same arrays, from the lengths that the GPU has now."""
         now = launch.capture()
         self._was_captured |= now is not None
         for launches in [*self._made, *self._of_graphs.get(now, ())]:
@@ -182,9 +183,9 @@ class DeviceLengths:
         self.follow()
 
     def follow(self) -> None:
-        """Makes again what some graph leaves as it was though it makes the plan, for lengths of its last replay.
+        """Repeat the launches that a graph lacks although it makes the plan, for the lengths of its last replay.
 
-        A capture makes it once, as nothing but make_again changes the plan in between.
+        A capture runs them once, because only make_again changes the plan in between.
         """
         if not self._late:
             return
@@ -195,11 +196,11 @@ class DeviceLengths:
                 self._late[launches] = now
 
     def are_right(self) -> bool:
-        """Whether the host knows that what is launched now finds right ones; of what a graph captures it does not."""
+        """Return whether the host knows that the next launch finds right lengths; False while a graph is captured."""
         return self._notice.says_right() and not cupy.cuda.get_current_stream().is_capturing()
 
     def check(self, wait: bool) -> None:
-        """ValueError if the lengths are wrong: as the GPU knows when it comes here, or as far as the host knows."""
+        """Raise a ValueError if the lengths are wrong. wait: wait for the GPU, else use what the host knows."""
         if wait:
             wrong = bool(self.wrong.get()[0])
         else:
@@ -207,7 +208,7 @@ class DeviceLengths:
         if not wrong:
             return
         remedy = "results of the plan are NaN; make a plan from right lengths"
-        try:  # where the offsets are on the host, they are refused with the sequence, what was wanted and the remedy
+        try:  # host checks of copied offsets name the sequence, the requirement and the remedy
             batch, keys = self.sharding.batch, self.key_batch or self.sharding.batch
             offsets = [x.get() for x in self._offsets]
             Sharding(PackedBatch(*offsets[:2], total_rows=batch.total_rows), self.sharding.cp_size,
@@ -219,9 +220,10 @@ class DeviceLengths:
 
 
 class _Notice:
-    """What the GPU tells the host of the last check of some lengths: of right ones the complement of its number.
+    """Result of the last check of lengths, which the GPU writes to host memory.
 
-    place: (1,) uint64 of _notices. in_graph: whether a CUDA graph checks them: of its replays the host does not know.
+    place: (1,) uint64 of _notices. It becomes the check's number for wrong lengths, its complement for right ones.
+    in_graph: a CUDA graph checks the lengths, and the host does not know of its replays.
     """
 
     def __init__(self) -> None:
@@ -229,7 +231,7 @@ class _Notice:
         self.place = notices[self.serial % len(notices) :][:1]
 
     def of_next_check(self) -> np.uint64:
-        """The number of a check that is about to be launched: from a captured one on the same, as it is replayed."""
+        """Return the number of the next check; after a captured check it stays the same, as replays repeat it."""
         if not self.in_graph:
             self.serial = next(_serials)
         self.in_graph |= cupy.cuda.get_current_stream().is_capturing()
@@ -247,9 +249,9 @@ _allocating = threading.Lock()
 
 
 def _notices() -> Any:
-    """Memory of the host that GPUs write to, 512 places that plans take in turn.
+    """Return host memory that GPUs write to, 512 places that plans use in turn.
 
-    It is never freed, as a kernel may come to it when the plan is gone.
+    The memory is never freed, because a kernel may write to it after its plan is freed.
     """
     with _allocating:  # simulated ranks are threads
         return _pinned()
@@ -261,7 +263,7 @@ def _pinned() -> Any:
 
 
 class _Rows(NamedTuple):
-    """What plans of a rank have in common, whatever their masks: fields of PlanArrays."""
+    """Arrays that plans of a rank share, whatever their masks: fields of PlanArrays."""
 
     offsets: Array
     rows: Array
@@ -279,7 +281,7 @@ def _rows(
     lengths: DeviceLengths | None = None,
 ) -> _Rows:
     local_rows, num_rows = sharding.local_rows, sharding.batch.total_rows
-    if key_batch is not None:  # one rank: both sides are in their own order, and one is the beginning of the other
+    if key_batch is not None:  # one rank: both orders count from 0, so the longer one contains the other
         num_rows = max(num_rows, key_batch.total_rows)
     order = launch.empty((_num_ordered(sharding, key_batch),), np.int32)
     positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
@@ -294,7 +296,7 @@ def _rows(
 
 
 def _table(pieces: Pieces) -> tuple[Array, np.int32]:
-    """Pieces as kernels take them; they come to the GPU as lengths do."""
+    """Upload pieces, and return the kernel's arguments for them; see _uploaded."""
     return cupy.asarray(pieces.table()), np.int32(len(pieces.begin))
 
 
@@ -302,7 +304,7 @@ def _key_side(
     rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], key_batch: PackedBatch | None,
     keys_of: int | None,
 ) -> dict[str, Array]:
-    """rank_order and rows_of_keys, None if there are none; of needed rows also sends, returns and places."""
+    """Return rank_order and rows_of_keys, or None for them, and with needed rows sends, returns and places."""
     if keys_of is not None:
         first = keys_of * sharding.local_rows
         return {"rank_order": None, "rows_of_keys": rows.all_rows[first : first + sharding.local_rows]}
@@ -319,13 +321,13 @@ def _key_side(
 
 
 def _num_ordered(sharding: Sharding, key_batch: PackedBatch | None) -> int:
-    """Rows of all ranks, or, if they are more, of other keys."""
+    """Return the rows of all ranks, or of the key_batch if it has more."""
     num_keys = 0 if key_batch is None else key_batch.total_rows
     return max(sharding.cp_size * sharding.local_rows, num_keys)
 
 
 def plan_bytes(plan: Plan) -> int:
-    """Bytes of the arrays of a plan that shares none with another one."""
+    """Return the bytes of the arrays of a plan that shares none with another plan."""
     batch, cross = plan.batch, None if plan.key_batch is plan.batch else plan.key_batch
     offsets = batch.num_seqs + 1
     checks = 4 * offsets + 1 if batch.on_device else 2 * offsets * (1 if cross is None else 2)
@@ -338,12 +340,12 @@ def _arrays(
     rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
     key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: DeviceLengths | None = None,
 ) -> PlanArrays:
-    """What a mask adds to the rows."""
+    """Compute the arrays that depend on the mask, and return them with the rows as PlanArrays."""
     side = _key_side(rows, sharding, cp_rank, window, key_batch, keys_of)
     rows_of_keys, num_seqs = side.get("rows_of_keys"), sharding.batch.num_seqs
     num_keys = (key_batch or sharding.batch).total_rows if rows_of_keys is None else len(rows_of_keys)
     sides = sharding.local_rows, num_keys
-    alone = sharding.cp_size == 1  # with all rows of the pack, in order
+    alone = sharding.cp_size == 1  # the rank has all rows of the pack, in order
     there = (launch.NONE if alone else rows.rows, launch.NONE if alone or rows_of_keys is None else rows_of_keys,
              rows.offsets[0], rows.offsets[-1])  # fmt: skip
     key_ranges, query_ranges = ranges = [launch.empty((num_rows, 2), np.int32) for num_rows in sides]
@@ -352,25 +354,25 @@ def _arrays(
         *ranges, *there, wrong, *map(np.int32, (num_seqs, *sides, *window))))
 
     num_tiles = [-(-num_rows // tile) for num_rows, tile in zip(sides, tiles, strict=True)]
-    # One array of a side, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
+    # One array per side holds orders, then costs, so that costs live as long as a replayed graph writes them.
     made = [launch.empty((_ORDER_INTS * num,), np.int32) for num in num_tiles]
     grid = _blocks(32 * max(num_tiles)), 2
     _make(lengths, _TILE_COST, grid, (
         *made, *ranges, *there, *map(np.int32, (num_seqs, *sides, *tiles))))
     _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, (*num_tiles, *sides))))
     query_tiles, key_tiles = (x[: 2 * num].reshape(2, num) for x, num in zip(made, num_tiles, strict=True))
-    in_order = rows.all_rows[: sharding.cp_size * sharding.local_rows]  # without what only the keys have
+    in_order = rows.all_rows[: sharding.cp_size * sharding.local_rows]  # without the rows that only keys have
     return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
                       key_tiles=key_tiles, all_rows=in_order, lengths=lengths, offsets=rows.offsets,
                       stream=cupy.cuda.get_current_stream(), **side)
 
 
 def parts_of(tiles: Array, second: NDArray[np.bool_]) -> list[Array]:
-    """Tiles of one side in two parts, each with its two orders, one of which may be empty.
+    """Split the tiles of one side into two parts, each with its two orders; a part may be empty.
 
     Args:
-        tiles: (2, tiles), as PlanArrays has them.
-        second: (tiles,), whether each tile is of the second part.
+        tiles: (2, tiles), as in PlanArrays.
+        second: (tiles,), True for the tiles of the second part.
     """
     count, num_first = len(second), int(len(second) - second.sum())
     made = launch.empty((2 * count,), np.int32)
@@ -380,7 +382,7 @@ def parts_of(tiles: Array, second: NDArray[np.bool_]) -> list[Array]:
 
 
 def pairs_of(plan: Plan) -> Array:
-    """(1,) uint64: how many pairs of a local query and a key see each other."""
+    """Return the number of visible pairs of a local query and a key, (1,) uint64 on the GPU."""
 
     def make() -> Array:
         pairs, args = launch.empty((1,), np.uint64), (plan.key_ranges, np.int32(plan.local_rows))
@@ -395,7 +397,7 @@ def _blocks(threads: int) -> int:
 
 
 def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-    """Launches a kernel; where lengths lie on the GPU, again whenever the plan is made again."""
+    """Launch a kernel; with lengths on the GPU, launch it again whenever the plan is made again."""
     run = functools.partial(compiler.kernel(kernel), grid, 256, args)
     run() if lengths is None else lengths.make(run)
 
@@ -413,6 +415,6 @@ def nan_if_invalid(plan: Plan, *results: Array) -> None:
 
 
 def _words_of(results: tuple[Array, ...]) -> tuple[Any, ...]:
-    """Arrays and how many words each has, as the kernel takes three."""
+    """Return the kernel's arguments: three arrays, some may be NONE, each with its number of 4-byte words."""
     made = [arg for x in results for arg in (x, np.uint64(x.nbytes // 4))]
     return *made, *[launch.NONE] * (6 - len(made))
