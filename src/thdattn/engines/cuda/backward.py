@@ -1,4 +1,4 @@
-"""The attention backward: which kernels a call launches, and with what.
+"""The attention backward: the kernels that a call launches, and their arguments.
 
 Every backward starts with thd_attn_delta. On Hopper, thd_attn_bwd_sm90 follows, or for head dims 192/128
 thd_attn_bwd_shared_dq_sm90, or beyond them thd_attn_bwd_by_gradient_sm90 and thd_attn_round_dq_sm90; deterministic,
@@ -95,7 +95,7 @@ def _zeros(
 
 
 class _Spec(NamedTuple):
-    """Properties of a call that its launches depend on beside the plan, which keeps launches by them.
+    """Properties of a call that its launches depend on, besides the plan, which caches launches by them.
 
     dq_dtype: float32 where dq is accumulated over calls.
     where: see reference.backward_bytes.
@@ -138,7 +138,7 @@ class _Call:
 
     @property
     def owners(self) -> Any:
-        """A OWNERS."""
+        """OWNERS struct of the kernels."""
         partials, places = self._owners
         return np.array((np.frombuffer(partials, PARTIALS)["of"][0], places), OWNERS)[()]
 
@@ -149,7 +149,7 @@ class _Call:
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
-    """Return a new 16-bit array of the float32 numbers of (rows, heads, head_dim)."""
+    """Return a float32 array (rows, heads, head_dim) rounded to a 16-bit dtype, as a new array."""
     out = launch.empty(x.shape, dtype)
     kernel = compiler.kernel(*TILES[64, 64].thd_attn_round(out.dtype.name))  # the same for all head dims
     kernel((-(-x.size // 2048),), 256, (out, x, np.float32(1), np.uint64(x.size // 8)))
@@ -157,7 +157,7 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
 
 
 class _Hopper:
-    """The launches on Hopper. Accumulators of dq have a layout of their own; it is rounded once."""
+    """Launches on Hopper. dq is accumulated in a layout of its own and rounded once."""
 
     def __init__(self, plan: Plan, spec: _Spec) -> None:
         gpu, heads = this_gpu(), spec.heads
@@ -276,7 +276,7 @@ def _dq_alone(row: Tiles, kernel: Instance, heads: Heads, plan: Plan, stats: Arr
 
 
 def plan_backward(plan: Plan) -> None:
-    """Make what the backward needs of a plan, so that a refresh of the plan makes it again."""
+    """Make the arrays that the backward needs of a plan, so that a refresh of the plan makes them again."""
     row = TILES[plan.head_dims]
     if this_gpu().sm90:
         num_partials(row, plan)
@@ -305,7 +305,7 @@ def num_partials(row: Tiles, plan: Plan) -> Array:
 
 
 class _Portable:
-    """The launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
+    """Launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
     def __init__(self, plan: Plan, spec: _Spec) -> None:
         heads, (dtype, dq_dtype, kv_dtype) = spec.heads, (
@@ -349,14 +349,14 @@ class _Portable:
 
 
 def _parts(plan: Plan, in_parts: bool) -> list[Array]:
-    """Return the orders of all tiles of keys, or of those that have rows of other ranks and then of the others."""
+    """Return the orders of all key tiles; in parts, those of tiles with rows of other ranks, then of other tiles."""
     tiles = plan.arrays.key_tiles
     return parts_of(tiles, ~plan.foreign_tiles[1]) if in_parts else [tiles]
 
 
 def _in_turn(mains: Sequence[Sequence[Launch]], call: _Call, arguments: Callable[[], tuple[Any, ...]],
              on_first_part: OnFirstPart | None) -> None:
-    """Launch what makes dk and dv, and call on_first_part behind the first part of it."""
+    """Launch the kernels that compute dk and dv, and call on_first_part after the first part of them."""
     for number, launches in enumerate(mains):
         for run in launches:
             run.launch_as(call.key, arguments)
@@ -403,7 +403,7 @@ def without_padding(
     """Return copies of two arrays whose padding rows are 0, as 0 * NaN would spread through a product.
 
     Args:
-        most_heads: heads of the largest arrays whose copies share the memory of these; None: these are all.
+        most_heads: heads of the largest arrays whose copies share memory with these; None: no others do.
     """
     capacities = [x.shape if most_heads is None else (len(x), most_heads, x.shape[2]) for x in arrays]
     copies = [plan.buffer(name, x.shape, x.dtype, capacity)

@@ -1,4 +1,4 @@
-"""Sizes of the work buffers of the backward: accumulators, semaphores, statistics of query rows."""
+"""Workspace sizes of the backward: accumulators, semaphores, statistics of query rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thdattn.plan.memory import Bytes, Layer, num_bytes
 from thdattn.plan.owners import partials_bytes
 from thdattn.plan.plan import Plan
 
-Groups = Sequence[tuple[int, int]]  # query heads and kv heads of those that share work buffers, ascending
+Groups = Sequence[tuple[int, int]]  # (query heads, kv heads) of the groups that share work buffers, ascending
 MAX_PARTIALS = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backward_common.cuh
 
 
@@ -47,8 +47,9 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -
 class Accum(NamedTuple):
     """Parts of the accumulators of the Hopper kernels: floats of dk and dv, floats of dq, semaphores.
 
-    deterministic: whether thread blocks wait for each other. splits: as scheduler.splits_per_kv_head has them.
-    semaphore_rows: of a kv head, for each of dk and dv, behind the semaphores of dq.
+    deterministic: thread blocks wait for each other.
+    splits: as scheduler.splits_per_kv_head returns them.
+    semaphore_rows: semaphores of a kv head for each of dk and dv; they follow the semaphores of dq.
     """
 
     deterministic: bool
@@ -67,7 +68,7 @@ class Accum(NamedTuple):
 
 def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, dkv_dtype: np.dtype[Any],
            deterministic: bool, where: str) -> Accum:
-    """where: see reference.backward_bytes."""
+    """Return the accumulators of a call with these heads. where: see reference.backward_bytes."""
     tiles, num_tiles, (head_dim, v_head_dim) = row.backward_sm90, plan.num_tiles[1], plan.head_dims
     stats_rows, wide = padded_rows(plan.local_rows), isinstance(tiles, BackwardByGradientSm90)
     deterministic = deterministic or (not wide and num_tiles > MAX_PARTIALS)
@@ -75,7 +76,7 @@ def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, 
     if not deterministic:
         group = num_heads // num_kv_heads
         splits = scheduler.splits_per_kv_head(gpu, plan, num_tiles, num_kv_heads, group, head_dim)
-    # dk and dv of several splits are accumulated in float32, which may be the dtype that they are wanted in.
+    # dk and dv of several splits are accumulated in float32, which may be their final dtype.
     adds_elsewhere = splits[-1][0] > 1
     if dkv_dtype == np.float32 and where != "own":
         adds_elsewhere = where == "made"
@@ -87,17 +88,17 @@ def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, 
 
 
 def largest_accum(gpu: Gpu, row: Tiles, plan: Plan, groups: Groups, *how: Any) -> Accum:
-    """Return the largest accumulators of some groups: few heads may need more, as they are split, which adds sums."""
+    """Return the largest accumulators of several groups: a group of few heads may need more, because it has splits."""
     return max((_accum(gpu, row, plan, *heads, *how) for heads in groups), key=lambda accum: accum.shape)
 
 
 def padded_rows(num_rows: int) -> int:
-    """Return the number of rows that stats have for these query rows."""
+    """Return the number of rows of the statistics of num_rows query rows."""
     return -(-num_rows // STATS_ROWS) * STATS_ROWS
 
 
 def stats_shape(num_rows: int, num_heads: int) -> tuple[int, int, int]:
-    """Return the shape of the statistics that thd_attn_delta makes."""
+    """Return the shape of the statistics that thd_attn_delta computes."""
     return 2, num_heads, padded_rows(num_rows)
 
 

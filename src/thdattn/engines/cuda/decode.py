@@ -19,7 +19,7 @@ _APPEND, _FILL = CACHE_KERNELS
 
 
 def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
-    """Append new rows to their texts and return their key_ranges; see reference.cache_append."""
+    """Append new rows to their sequences and return their key_ranges; see reference.cache_append."""
     new_rows = len(k) // cache.num_texts
     key_ranges, run = cache.memoize(("append", new_rows), lambda: _append(new_rows, cache))
     run(cache.k, k, _words(k), cache.v, v, _words(v))

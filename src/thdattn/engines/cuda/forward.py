@@ -65,7 +65,7 @@ def attn_fwd(
 
 
 class _Spec(NamedTuple):
-    """Properties of a call that its launches depend on beside the plan, which keeps launches by them.
+    """Properties of a call that its launches depend on, besides the plan, which caches launches by them.
 
     in_parts: tiles that see no key of another rank come first, in launches of their own.
     """

@@ -1,4 +1,4 @@
-"""Launchers for rows of keys, values and their gradients: moved between orders, and added up."""
+"""Launchers that move rows of keys, values and gradients between orders, and sum partial gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def to_sequence_order(
     """Move rows of all ranks to sequence order; rows that no local query sees become 0.
 
     Args:
-        own: this rank's rows, which parts lack; with peer_exchange, the kernel sends them to the other ranks.
-        peer_exchange: arguments by which this kernel exchanges rows with all peers, see Arrival.
+        own: this rank's rows, which `parts` lack; with peer_exchange, the kernel sends them to the other ranks.
+        peer_exchange: arguments of the kernel that exchanges rows with all peers, see Arrival.
     """
     k, v = into or [plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype)
                     for name, (x, *_) in zip("kv", parts, strict=True)]
@@ -44,8 +44,8 @@ def _gather(
     plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array],
     peer_exchange: PeerExchange,
 ) -> None:
-    """thd_peer_exchange, of all rows."""
-    if not plan.local_key_rows:  # of any rank
+    """Launch thd_peer_exchange for all rows."""
+    if not plan.local_key_rows:  # then no rank has any
         return
     run: Launch = plan.memoize(
         "gather", lambda: Launch(compiler.kernel(GATHER_KERNEL), (_GATHER_BLOCKS,), THREADS, NOBODY))
@@ -66,7 +66,7 @@ def _gather(
 
 
 def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None) -> tuple[Array, Array]:
-    """Inverse of to_sequence_order, for the gradients; filler rows become 0."""
+    """Move gradients to rank order, the inverse of to_sequence_order; filler rows become 0."""
     dk_ranks, dv_ranks = into or [plan.buffer(name, (len(plan.rank_order), *x.shape[1:]), x.dtype)
                                   for name, x in (("dk_ranks", dk), ("dv_ranks", dv))]
     reorder(True, (dk_ranks, dv_ranks), ([dk], [dv]), plan.rank_order, plan.query_ranges)
@@ -76,11 +76,11 @@ def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None
 def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
     """Put row order[t] of each array at t, two arrays in a launch; a row of -1 becomes 0."""
     for i in range(0, len(xs), 2):
-        reorder(True, into[i : i + 2], [[x] for x in xs[i : i + 2]], order, order)  # which rows are seen is not asked
+        reorder(True, into[i : i + 2], [[x] for x in xs[i : i + 2]], order, order)  # to rank order, ranges are unused
 
 
 def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Array]) -> None:
-    """Rows of two arrays at their places in key buffers: into[order[t]] = x[t], but for those of -1."""
+    """Put rows of two arrays at their places in key buffers: into[order[t]] = x[t], except where order is -1."""
     reorder(False, into, [[x] for x in xs], order, plan.query_ranges)
 
 
@@ -96,12 +96,12 @@ def reorder(
     to_rank_order: bool, outs: Sequence[Array], sources: Sequence[Sequence[Array]], order: Array, ranges: Array,
     own: Sequence[Array] | None = None, first_own: int = 0,
 ) -> None:
-    """Moves the rows of one or two arrays in one launch. Rows whose range is empty hold nothing.
+    """Move the rows of one or two arrays in one launch. In sequence order, rows whose range is empty become 0.
 
     Args:
-        sources: of each, the parts that make up its rows, equally many of as many heads as the array of outs; between
-            two rows there may lie more heads.
-        own: such a part, instead of the rows from first_own on.
+        sources: for each array of outs, the equal parts that make up its rows, with as many heads as the array. A part
+            may be some of the heads of a larger array.
+        own: for each array, a part that replaces the rows from first_own on.
     """
     rows = [(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), launch.row_bytes(parts[0]),
              *[part.data.ptr for part in parts]) for out, parts, mine in zip(outs, sources, own or outs, strict=True)]
@@ -112,11 +112,11 @@ def reorder(
 
 @functools.lru_cache(maxsize=4096)
 def _arguments(x: tuple[int, ...], y: tuple[int, ...], order: int, ranges: int, *sizes: int) -> compiler.Arguments:
-    """Of thd_reorder; kept, as tensor maps are."""
+    """Return the cached arguments of thd_reorder."""
     return compiler.Arguments((_moved(*x), _moved(*y), np.uint64(order), np.uint64(ranges), *map(np.int32, sizes)))
 
 
 def _moved(out: int, out_pitch: int, own: int, own_pitch: int, pitch: int, *parts: int) -> Any:
-    """A Rows."""
+    """Return a Rows struct."""
     places = (*parts, *[0] * (MAX_RANKS - len(parts)))
     return np.array((places, own, out, out_pitch // 16, pitch // 16, own_pitch // 16), ROWS)[()]

@@ -1,4 +1,4 @@
-"""What kernels are told of logits and sinks, see kernels/logits.cuh, and the gradient of sinks."""
+"""Kernel arguments for logits and sinks, see kernels/logits.cuh, and the gradient of sinks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from thdattn.kernels.instances import Kind, sinks_grad_kernel
 
 LOG2E = math.log2(math.e)
 
-# At most, by a curve, beside the digits of float32: a fifth of what rounding in float16 does to probabilities.
+# Largest errors of a curve, besides float32 rounding: a fifth of the effect of float16 rounding on probabilities.
 LOGITS_ERR, SLOPES_ERR, DIGITS = 4e-5, 5e-5, 2.0**-23
-LEAST = 1e-45  # the least float32 above 0
-FARTHEST = 1e18  # of scores whose squares are numbers
+LEAST = 1e-45  # the smallest float32 above 0
+FARTHEST = 1e18  # scores up to this one have finite squares in float32
 
-SINKS_BLOCKS = 2048  # of thd_attn_sinks_grad, some for each multiprocessor of the largest GPUs
-SINKS_ROWS = 64  # a block has at least so many
+SINKS_BLOCKS = 2048  # thread blocks of thd_attn_sinks_grad: several per multiprocessor of the largest GPUs
+SINKS_ROWS = 64  # least rows of a block
 
 
 def kind_of(softcap: float, sinks: Array | None) -> Kind:
-    """Which kernels the forward needs."""
+    """Return the kind of kernel that the forward needs."""
     return Kind(caps=softcap > 0, sinks=sinks is not None)
 
 
 def logits_of(softmax_scale: float, softcap: float) -> Any:
-    """Logits<false> or Logits<true>, by value."""
+    """Return Logits<false> or Logits<true>, to be passed by value."""
     return _capped(softmax_scale, softcap) if softcap else np.float32(softmax_scale)
 
 
@@ -49,12 +49,12 @@ def _capped(softmax_scale: float, softcap: float) -> Any:
 
 
 def _curve(terms: int, per_score: float, softcap: float, most: float) -> tuple[float, Array]:
-    """Curve: `reach`, at most `most` in caps, and `coefficients`, which in kernels are float32."""
+    """Return the Curve's `reach`, at most `most` caps, and its `coefficients`, which are float32 in kernels."""
     powers = 2.0 * np.arange(terms) + 1
 
     def coefficients(reach: float) -> Array:
         found = (LOG2E * softcap * _fit(np.tanh, reach, 2 * terms - 1) * per_score**powers).astype(np.float32)
-        if terms > 2:  # as 0 times the infinity that hides a key is no number
+        if terms > 2:  # 0 times the infinity of a masked key would be NaN
             found[-1] = max(found[-1], LEAST)
         return found
 
@@ -68,7 +68,7 @@ def _curve(terms: int, per_score: float, softcap: float, most: float) -> tuple[f
 
 
 def _farthest(is_right: Callable[[float], bool]) -> float:
-    """How far, in caps, it is right, to 2 percent."""
+    """Return the largest reach, in caps, for which is_right holds, to 2 percent."""
     return next(reach for reach in (2 * 0.98**i for i in itertools.count()) if is_right(reach))
 
 
@@ -77,7 +77,7 @@ def _slope(x: Array) -> Array:
 
 
 def _fit(function: Callable[[Array], Array], reach: float, degree: int) -> Array:
-    """Coefficients, without those that are 0, of an odd or even polynomial up to `reach`, almost the best one."""
+    """Return the nonzero coefficients of an odd or even polynomial, near the best approximation up to `reach`."""
     series = chebyshev.chebinterpolate(lambda x: function(reach * x), degree + 20)[: degree + 1]
     return (chebyshev.cheb2poly(series) / reach ** np.arange(degree + 1.0))[degree % 2 :: 2]
 
@@ -89,15 +89,15 @@ def _error(function: Callable[[Array], Array], reach: float, degree: int) -> flo
 
 
 def lse_unit(softmax_scale: float, softcap: float) -> np.float32:
-    """What thd_attn_delta divides lse by."""
+    """Return the number by which thd_attn_delta divides lse."""
     return np.float32(math.log(2) if softcap else softmax_scale)
 
 
 def sinks_grad(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
-    """What this rank's query rows give to the gradient of sinks; see reference.sinks_grad."""
+    """Compute this rank's partial sum of the gradient of sinks; see reference.sinks_grad."""
     num_rows, num_heads, v_head_dim = out.shape
     parts = max(1, min(num_rows // SINKS_ROWS, SINKS_BLOCKS // num_heads))
-    # One array, as a replayed graph writes to all of it as long as the gradient lives: that, and then the shares.
+    # One array holds the gradient, then partial sums, so that these live as long as a replayed graph writes them.
     made = launch.empty((1 + parts, num_heads), np.float32)
     kernel = compiler.kernel(*sinks_grad_kernel(out.dtype.name, v_head_dim))
     kernel((num_heads, parts), 256, (out, dout, lse, sinks, made[1:], np.int32(num_rows)))

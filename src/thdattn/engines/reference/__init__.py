@@ -1,7 +1,7 @@
-"""The NumPy engine: the CUDA engine's functions with the same arguments, so that all above it runs on any laptop.
+"""The NumPy engine: the CUDA engine's functions with the same arguments, so that every layer above runs on any laptop.
 
 Like the kernels it obeys one rule: score (i, j) counts if and only if `key_begin[i] <= j < key_end[i]`. It knows
-neither sequences nor ranks. No product touches a row that no range names, so padding, NaN included, reaches no result.
+neither sequences nor ranks. No product reads a row outside all ranges, so padding, NaN included, reaches no result.
 
 It computes float16, bfloat16 and float32 in float32, and float64 in float64.
 """

@@ -1,4 +1,4 @@
-"""Arrays of the NumPy engine: what it takes from users, what it makes, and the arrays of its plans."""
+"""Arrays of the NumPy engine: users' arrays, new arrays, and the arrays of its plans."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DLPACK_DTYPE_CODE, DLPACK_UINT = 20, 1  # offset of dtype.code in a DLTensor, af
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """A new uninitialised array."""
+    """Return a new uninitialised array."""
     return np.empty(shape, dtype)
 
 
 def from_user(name: str, x: Any) -> Array:
-    """A user's array as a C-contiguous NumPy array, without a copy where it is one.
+    """Return a user's array as a C-contiguous NumPy array; copy it only if necessary.
 
     Raises:
         TypeError: as in_place.
@@ -36,7 +36,7 @@ def from_user(name: str, x: Any) -> Array:
 
 
 def in_place(name: str, x: Any) -> Array:
-    """A user's array as a NumPy array in the same memory.
+    """Return a user's array as a NumPy array in the same memory.
 
     Raises:
         TypeError: the array is not on the host, or cannot be exchanged through DLPack.
@@ -60,7 +60,7 @@ def in_place(name: str, x: Any) -> Array:
 
 
 class _Bits:
-    """A bfloat16 array whose DLPack says uint16, as NumPy knows bfloat16 from ml_dtypes alone."""
+    """A bfloat16 array that DLPack exports as uint16, because NumPy's DLPack has no bfloat16."""
 
     def __init__(self, x: Any) -> None:
         self._x = x
@@ -81,7 +81,7 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
-    """Rows per query tile and per key tile of a plan's tile lists, which this engine does not use."""
+    """Return the rows per query tile and per key tile of a plan's tile lists, which this engine does not use."""
     return MAX_BLOCK_ROWS, MAX_BLOCK_ROWS
 
 
@@ -89,27 +89,27 @@ def plan_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
     key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: None = None,
 ) -> PlanArrays:
-    """The arrays of a plan in NumPy; see plan.ranges.host_arrays. ValueError for lengths on a GPU."""
+    """Compute the arrays of a plan; see plan.ranges.host_arrays. Raise a ValueError for lengths on a GPU."""
     sharding.batch.require_host("a plan of the reference engine")
     return host_arrays(sharding, cp_rank, window, tiles, key_batch, keys_of)
 
 
 def plan_bytes(plan: Plan) -> int:
-    """Bytes of the arrays of a plan."""
+    """Return the bytes of the arrays of a plan."""
     rows, all_rows = plan.local_rows, plan.cp_size * plan.local_rows
     ordered = all_rows if plan.cp_size > 1 else 0 if plan.key_batch is plan.batch else plan.key_rows
     return 4 * (4 * rows + 2 * plan.key_rows + ordered + 2 * sum(plan.num_tiles) + key_side_ints(plan)) + rows
 
 
 def enter(plan: Plan) -> None:
-    """Order the current stream behind the making of a plan; there are no streams here."""
+    """Order the current stream after the stream that made a plan; NumPy has no streams."""
 
 
 def free_bytes(wanted: int) -> int | None:
-    """Bytes of memory that are free, if they are fewer than wanted; None: they are not, or nobody knows, as here."""
+    """Return the free bytes of memory if they are fewer than wanted, None if they suffice or are unknown, as here."""
     return None
 
 
 def capture() -> int | None:
-    """The number of the capture of a CUDA graph that the current stream is in, which no other has; None: in none."""
+    """Return the unique number of the current stream's graph capture; None outside captures, as always here."""
     return None

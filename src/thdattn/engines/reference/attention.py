@@ -25,15 +25,15 @@ Array = NDArray[Any]
 
 
 def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
-    """Bytes of the work buffers of attn_fwd by name: none."""
+    """Return the bytes of the work buffers of attn_fwd by name: none."""
     return {}
 
 
 def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
-    """Bytes of the work buffers of attn_bwd by name.
+    """Return the bytes of the work buffers of attn_bwd by name.
 
     Args:
-        layer: the layer, of which attn_bwd gets one group of heads at a time.
+        layer: the layer; attn_bwd computes one group of its heads at a time.
         sum_dtype: dtype of dk and dv.
         where: dk and dv are "made" by attn_bwd, written to "given" arrays, or sent to the ranks that "own" the keys.
     """
@@ -86,7 +86,7 @@ def attn_fwd(
 
 
 def _merged(o: Array, lse: Array, other_o: Array | None, other_lse: Array) -> tuple[Array, Array]:
-    """out and lse of rows over two sets of keys, from those over each; None: what has no values, as sinks."""
+    """Merge out and lse of rows over two sets of keys. other_o: None for a set without values, such as sinks."""
     both = np.logaddexp(other_lse, lse)
     o = o * np.exp(lse - both).T[..., None]
     return o if other_o is None else other_o * np.exp(other_lse - both).T[..., None] + o, both
@@ -95,7 +95,7 @@ def _merged(o: Array, lse: Array, other_o: Array | None, other_lse: Array) -> tu
 def _in_two_parts(
     inputs: ForwardInputs, options: AttentionOptions, outputs: ForwardOutputs, on_first_part: Callable[[], Any]
 ) -> tuple[Array, Array, Array | None]:
-    """Compute attn_fwd of the tiles that see no key of another rank, then of the others."""
+    """Compute attn_fwd for the tiles that see no key of another rank, then for all other tiles."""
     q, k, v, plan, sinks = inputs
     num_rows, num_heads, _ = q.shape
     out, lse = outputs.arrays or (arrays.empty((num_rows, num_heads, v.shape[2]), q.dtype),
@@ -188,7 +188,7 @@ def sinks_grad(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
 
     Args:
         dout, out: (local_rows, num_heads, v_head_dim).
-        lse: (num_heads, local_rows), with the sinks; rows where it is -inf contribute nothing, whatever they hold.
+        lse: (num_heads, local_rows), with the sinks; rows with lse -inf contribute nothing, NaN included.
         sinks: (num_heads,).
     """
     rows = np.flatnonzero(lse[0] != -np.inf)
@@ -198,7 +198,7 @@ def sinks_grad(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
-    """Return a new array of the numbers in a dtype."""
+    """Return a new array of the same numbers in a dtype."""
     return x.astype(dtype)
 
 
@@ -211,18 +211,18 @@ def _compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _heads_first(x: Array, dtype: np.dtype[Any]) -> Array:
-    """(rows, heads, width) -> (heads, rows, width), contiguous."""
+    """Transpose (rows, heads, width) to (heads, rows, width), contiguous."""
     return np.ascontiguousarray(x.swapaxes(0, 1), dtype)
 
 
 def _group_heads(x: Array, num_kv_heads: int, dtype: np.dtype[Any]) -> Array:
-    """(rows, num_heads, width) -> (num_kv_heads, rows, group, width), contiguous."""
+    """Transpose (rows, num_heads, width) to (num_kv_heads, rows, group, width), contiguous."""
     rows, num_heads, width = x.shape
     grouped = x.reshape(rows, num_kv_heads, num_heads // num_kv_heads, width)
     return np.ascontiguousarray(grouped.swapaxes(0, 1), dtype)
 
 
 def _ungroup_heads(x: Array) -> Array:
-    """(num_kv_heads, rows, group, width) -> (rows, num_heads, width)."""
+    """Transpose (num_kv_heads, rows, group, width) to (rows, num_heads, width)."""
     num_kv_heads, rows, group, width = x.shape
     return x.swapaxes(0, 1).reshape(rows, num_kv_heads * group, width)

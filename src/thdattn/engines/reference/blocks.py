@@ -1,7 +1,7 @@
-"""Attention of blocks of query rows in NumPy, and which rows make a block.
+"""Attention of blocks of query rows in NumPy, and the partition of rows into blocks.
 
-Arrays are heads first and query heads are grouped by the kv head they read: (num_kv_heads, rows, group, width), so that
-one batched product serves a group without repeating k or v. Rows are those of `row_blocks`, none of which is empty.
+Arrays have shape (num_kv_heads, rows, group, width): query heads are grouped by the kv head that they read. One batched
+product then serves a group without repeating k or v. Rows are those of `row_blocks`, which all see some key.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MAX_BLOCK_SCORES = 2**24  # num_heads * rows * keys of one block: 64 MiB of floa
 
 
 def row_blocks(key_ranges: Array, num_heads: int) -> tuple[Array, Array]:
-    """Blocks of consecutive non-empty query rows, each with the span of keys that its rows see.
+    """Partition the non-empty query rows into blocks of consecutive rows, each with the span of keys that they see.
 
-    A block ends where the key ranges of two neighbouring rows do not overlap (the next document, or windows
-    apart). So every key of a span is seen by a row of its block: no padding, no other document.
+    A block ends where the key ranges of two neighbouring rows do not overlap: at the next document, or between disjoint
+    windows. So some row of the block sees every key of its span, and no span has padding or another document.
 
     Args:
         key_ranges: (local_rows, 2) int32, [begin, end) per query row.
@@ -46,7 +46,7 @@ def row_blocks(key_ranges: Array, num_heads: int) -> tuple[Array, Array]:
 
 
 def _cut(starts: Array, stop: int, limits: Array) -> Array:
-    """Starts of the pieces when run i, from starts[i] to the next start or stop, is cut every limits[i]."""
+    """Cut run i, from starts[i] to the next start or stop, every limits[i]; return the starts of all pieces."""
     pieces = -(-np.diff(starts, append=stop) // limits)
     first_piece = np.cumsum(pieces) - pieces
     index_in_run = np.arange(pieces.sum()) - np.repeat(first_piece, pieces)
@@ -57,7 +57,7 @@ def _cut(starts: Array, stop: int, limits: Array) -> Array:
 def attend(
     q: Array, keys: Array, values: Array, ranges: Array, blocks: Array, softcap: float
 ) -> tuple[Array, Array, Array]:
-    """Attention of rows over their key ranges.
+    """Compute attention of rows over their key ranges.
 
     Args:
         q: (num_kv_heads, rows, group, head_dim), scaled.
@@ -67,7 +67,8 @@ def attend(
         softcap: as for attn_fwd.
 
     Returns:
-        out (num_kv_heads, rows, group, v_head_dim), and lse and the largest logit of (num_kv_heads, rows, group).
+        out: (num_kv_heads, rows, group, v_head_dim).
+        lse, max_logit: (num_kv_heads, rows, group), log of the softmax sum, and the largest logit.
     """
     o = np.empty((*q.shape[:3], values.shape[2]), q.dtype)
     row_max = np.empty(q.shape[:3], q.dtype)
@@ -87,13 +88,13 @@ def gradients(
     dout: Array, q: Array, keys: Array, values: Array, lse: Array, delta: Array, ranges: Array, blocks: Array,
     softcap: float,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of attend by q as it is scaled, by keys and by values.
+    """Compute the gradients of attend with respect to the scaled q, to keys and to values.
 
     Args:
         dout: (num_kv_heads, rows, group, v_head_dim).
         q, keys, values, ranges, blocks, softcap: as for attend.
         lse: (num_kv_heads, rows, group, 1).
-        delta: (num_kv_heads, rows, group), of each row the sum of dout * out.
+        delta: (num_kv_heads, rows, group), the sum of dout * out over each row.
     """
     grad_q = np.empty_like(q)
     grad_k, grad_v = np.zeros_like(keys), np.zeros_like(values)
@@ -114,9 +115,9 @@ def gradients(
 
 
 def _logits(q: Array, k: Array, ranges: Array, softcap: float) -> tuple[Array, Array | None]:
-    """(num_kv_heads, rows, group, keys) logits, -inf outside `ranges` (relative to the first key).
+    """Return logits (num_kv_heads, rows, group, keys), -inf outside `ranges`, which count from the first key.
 
-    Also their derivative by what they are without a softcap; None: 1.
+    Also return the derivative of the capped logits with respect to the uncapped ones; None without a softcap: 1.
     """
     logits, slope = (_merge_group(q) @ k.swapaxes(1, 2)).reshape(*q.shape[:3], k.shape[1]), None
     if softcap:
@@ -129,5 +130,5 @@ def _logits(q: Array, k: Array, ranges: Array, softcap: float) -> tuple[Array, A
 
 
 def _merge_group(x: Array) -> Array:
-    """(num_kv_heads, rows, group, width) -> (num_kv_heads, rows*group, width), without a copy."""
+    """Reshape (num_kv_heads, rows, group, width) to (num_kv_heads, rows*group, width), without a copy."""
     return x.reshape(x.shape[0], -1, x.shape[3])

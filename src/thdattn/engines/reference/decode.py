@@ -57,7 +57,7 @@ def attn_decode(
 
 
 def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
-    """Append new rows to their texts and count them; mark a text that does not fit, and do not write it.
+    """Append new rows to their sequences and update lengths; only mark a sequence that does not fit.
 
     Args:
         k, v: (num_texts * new_rows, num_kv_heads, width), the new rows of text 0, then of text 1, ...
@@ -65,7 +65,7 @@ def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
 
     Returns:
         key_ranges: (num_texts * new_rows, 2) int32, keys that the new rows see, as rows text * capacity + row; (0, 0)
-            in a text that does not fit.
+            for a sequence that does not fit.
     """
     new_rows = len(k) // cache.num_texts
     before = cache.lengths.copy()
@@ -82,11 +82,11 @@ def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
 
 
 def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
-    """Copy sequence i of a pack to text i of the cache, in place of the text's rows.
+    """Copy sequence i of a pack to sequence i of the cache, and replace the rows there.
 
     Args:
         k, v: (total_rows, num_kv_heads, width), sequence order.
-        plan: gives the lengths, of which none is larger than the capacity.
+        plan: gives the lengths, all at most the capacity.
         cache: its k, v and lengths change.
     """
     batch = plan.key_batch

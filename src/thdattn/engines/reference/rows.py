@@ -1,4 +1,4 @@
-"""Rows of keys, values and their gradients in NumPy: moved between orders, and added up."""
+"""Moves of rows of keys, values and gradients between orders, and sums of partial gradients, in NumPy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_sequence_order(
             rows (rank_order -1) are dropped. For needed rows: the rows that this rank receives, (num_received, ...).
         plan: gives `rank_order`, int32, `key_rows` and `first_own`.
         into: arrays for k and v; None: buffers that stay until the next call.
-        own: (local_key_rows, ...), this rank's rows of both, which the parts may then lack.
+        own: (local_key_rows, ...), this rank's rows of keys and of values, which the parts may then lack.
         peer_exchange: the exchange that the kernel performs itself; None here, as NumPy has no such kernel.
 
     Returns:
@@ -44,7 +44,7 @@ def to_sequence_order(
 
 
 def _scatter(out: Array, order: Array, rows: Array) -> None:
-    """out[order[t]] = rows[t] where order is not -1."""
+    """Set out[order[t]] = rows[t] where order is not -1."""
     order = order[: len(rows)]
     out[order[order >= 0]] = rows[order >= 0]
 
@@ -75,7 +75,7 @@ def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
     """Put row order[t] of each array at t, to send rows to other ranks or to move them between two orders.
 
     Args:
-        xs: any number of (rows, ...), which may be some of the heads of larger ones.
+        xs: any number of arrays (rows, ...), which may be some of the heads of larger arrays.
         order: (num_rows,) int32; a row of -1 becomes 0.
         into: (num_rows, ...), of the dtype of xs.
     """
@@ -89,7 +89,7 @@ def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Arr
 
     Args:
         xs: (num_rows, ...); order: (num_rows,) int32.
-        plan: of the key buffers.
+        plan: the plan of the key buffers.
         into: (key_rows, ...), of the dtype of xs.
     """
     for out, x in zip(into, xs, strict=True):
@@ -118,7 +118,7 @@ def add_partials(own: Sequence[Array], back: Sequence[Array], plan: Plan, result
 
 
 def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
-    """Return copies of two arrays in which rows that see no key, which may hold NaN, are 0.
+    """Return copies of two arrays in which rows that see no key are 0, because such rows may hold NaN.
 
     Args:
         arrays: (local_rows, ...).
