@@ -56,7 +56,7 @@ class CPAttention:
         head_groups: number of groups of kv heads, a divisor of num_kv_heads; the same on all ranks. Groups are gathered
             and computed one after another, so that the exchange of one group overlaps the compute of another. The
             default follows the bytes that a rank receives; it is 1 where nothing overlaps (comm.overlaps). all_gather
-            splits heads into 3 groups by default, of which the first is the smallest.
+            uses up to 3 groups by default, of which the first is the smallest.
         keep_keys: forward keeps the gathered keys and values for the backward, which otherwise gathers them again; the
             same on all ranks. By default they are kept if they are no larger than what the layer keeps anyway, and
             with "balanced" whenever ranks exchange some. a2a keeps q, k, v and out as exchanged, by default always.
@@ -423,7 +423,7 @@ class CPAttention:
             plan: as for forward, or a batch of self-attention that needs no plan; lengths on the host.
 
         Raises:
-            TypeError, ValueError: as forward; also a ValueError if the lengths lie on a GPU.
+            TypeError, ValueError: as forward; also a ValueError if the lengths are on a GPU.
         """
         if not isinstance(plan, PackedBatch):
             check_plan(plan, self._plans)

@@ -225,7 +225,7 @@ class _Attempt:
             begin += count
 
     def fold(self, sequences: Ints) -> None:
-        """Sort sequences on a line, shortest first; from both ends each rank takes what completes its rows and work."""
+        """Sort sequences on a line, shortest first; each rank takes rows from both ends to complete rows and work."""
         self._line = sequences[np.argsort(self._lengths[sequences], kind="stable")]
         line = _Line(self._lengths[self._line])
         low, high = 0, line.starts[-1]

@@ -134,14 +134,14 @@ class PackedBatch:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """(num_seqs,) int32, valid tokens of every sequence. ValueError if the offsets lie on a GPU."""
+        """(num_seqs,) int32, valid tokens of every sequence. ValueError if the offsets are on a GPU."""
         self.require_host("lengths")
         lengths: NDArray[np.int32] = np.diff(self.cu_seqlens)
         return lengths
 
     @property
     def total_tokens(self) -> int:
-        """Valid tokens of all sequences together. ValueError if the offsets lie on a GPU."""
+        """Valid tokens of all sequences together. ValueError if the offsets are on a GPU."""
         self.require_host("total_tokens")
         return int(self.cu_seqlens[-1])
 

@@ -1,6 +1,6 @@
 """Costs of an attention layer for every way to spread it over ranks: bytes, work, memory and predicted time.
 
-Nothing is computed and nobody is asked: the numbers follow from the lengths, by the plans that CPAttention would make.
+The model runs no attention and no communication: all numbers follow from the lengths and the plans of CPAttention.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from thdattn.methods.base import Method, lse_dtype
 from thdattn.packing import PackedBatch
 from thdattn.plan.plan import Plan
 
-START_OF_QUERIES = 3  # tiles that the backward could do in the time that a tile of query rows takes beside its own
-CLOSE = 1.03  # times that predictions do not tell apart
-BESIDE = 1.03  # times as long kernels take while copies that hide behind them are under way
-PRODUCTS = 1.0, 2.5  # of forward and backward, in those of the forward
-PIECES = (3, 2), (1, 3)  # that go to each rank with heads, before and after forward and backward: copies if they hide
+START_OF_QUERIES = 3  # overhead of a tile of query rows in the backward, in tiles of compute
+CLOSE = 1.03  # ratio of times up to which predictions count as equal
+BESIDE = 1.03  # slowdown of kernels while copies overlap them
+PRODUCTS = 1.0, 2.5  # matrix products of forward and backward, over those of the forward
+PIECES = (3, 2), (1, 3)  # copies per rank of an overlapped exchange of heads, before and after forward and backward
 
 
 class Rates(NamedTuple):
@@ -33,9 +33,10 @@ class Rates(NamedTuple):
 
     Attributes:
         forward, backward: FLOP/s of the attention kernels in whole tiles.
-        link: bytes per second that a GPU receives from GPUs of its machine; between: from those of other machines.
+        link: bytes per second that a GPU receives from GPUs of its own machine.
+        between: bytes per second that a GPU receives from other machines.
         memory: bytes per second that a GPU reads and writes in its own memory.
-        latency: seconds that a kernel, a collective, or one part of an exchange of heads takes at least.
+        latency: least seconds of a kernel, a collective, or one part of an exchange of heads.
     """
 
     forward: float = 730e12
@@ -51,9 +52,9 @@ H200 = Rates()
 
 @dataclass(frozen=True)
 class Shape:
-    """An attention layer: arguments of CPAttention, whose engine is asked for memory.
+    """An attention layer: arguments of CPAttention. The engine determines the memory.
 
-    per_node: ranks that one machine has; None: all.
+    per_node: ranks of one machine; None: all.
     """
 
     num_heads: int
@@ -73,7 +74,7 @@ class Way(NamedTuple):
     inner: int = 1
 
     def multiple(self, cp_size: int) -> int:
-        """Return the number of which padded lengths have to be multiples."""
+        """Return the number that must divide every padded length."""
         shares = cp_size // self.inner
         return 2 * shares if self.sharding == "dual_chunk" and shares > 1 else 1
 
@@ -98,11 +99,12 @@ class Both(NamedTuple):
 class Cost:
     """Costs of one layer in one way.
 
-    received: bytes that the rank gets that gets most.
+    received: most bytes that a rank receives.
     work: visible pairs of the busiest rank, over the mean.
-    tiles: of scores, of all heads of the busiest rank.
-    memory: bytes that have to be free beside q, k and v, on the rank that needs most.
-    compute: seconds of the attention kernels. seconds: of all.
+    tiles: tiles of scores of the busiest rank, over all its heads.
+    memory: bytes that must be free besides q, k and v, on the rank that needs most.
+    compute: seconds of the attention kernels.
+    seconds: seconds of the whole layer.
     """
 
     way: Way
@@ -115,9 +117,9 @@ class Cost:
 
 
 class OnPaper(SingleComm):
-    """Rank 0 of many that do not exist, for asking about layouts; it cannot communicate.
+    """A rank of a layout that exists on paper only; it cannot communicate.
 
-    overlaps: whether all are on one machine.
+    overlaps: True if all ranks are on one machine.
     """
 
     name = "paper"
@@ -235,14 +237,14 @@ def recommended(costs: Sequence[Cost]) -> Cost:
 class Moves(NamedTuple):
     """Bytes sent in one direction, on one level: (size, size), from rank i to rank j, 0 to itself.
 
-    before, after: the attention of the rows that it is for.
+    before, after: bytes sent before and after the attention of the rows.
     """
 
     before: Ints
     after: Ints
 
     def received(self) -> int:
-        """Return the bytes that the rank receives that receives most."""
+        """Return the most bytes that a rank receives."""
         return int((self.before + self.after).sum(axis=0).max())
 
 
@@ -250,7 +252,7 @@ class Moves(NamedTuple):
 class _Layer:
     """A layer with a plan without arrays, of rank 0.
 
-    inner: ranks among which heads are exchanged. core: the plan for rows, between the groups of these.
+    inner: number of ranks that exchange heads with each other.
     """
 
     attention: CPAttention
@@ -338,7 +340,7 @@ class _Clock:
         pieces = [(layer.inner - 1) * each * self.rates.latency for each in PIECES[self.direction]]
         before, after = ([self._travel(x / number, layer.per_node) + each] * number
                          for x, each in zip(heads, pieces, strict=True))
-        if layer.inner <= layer.per_node:  # what hides behind nothing goes by one kernel
+        if layer.inner <= layer.per_node:  # an exchange that overlaps nothing is one kernel
             before[0] -= pieces[0] * (number == 1)
             after[-1] -= pieces[1]
         return _in_turns([between] * number, before, after)
@@ -360,7 +362,7 @@ class _Clock:
         parts = [share / group for group in groups]
         work = [self.compute(int(tiles.max()), part) + self._put_in_order(rows, part) for part in parts]
         before, after = ([self._travel(x / part, self._neighbours, relayed=True) for part in parts] for x in rows)
-        if self._is_near and after[-1]:  # it travels while its kernel is at work
+        if self._is_near and after[-1]:  # the exchange overlaps its own kernel
             after[-1], work[-1] = min(after[-1], self.rates.latency), work[-1] * BESIDE
         return _in_turns(work, before, after)
 
@@ -394,7 +396,7 @@ class _Clock:
         work = [self.compute(int(tiles[ranks, (ranks - step) % size].max()), share)
                 + 2 * merged / share / self.rates.memory for step in range(size)]  # out or dq, in float32
         keys, sums = (self._hop(float(x.max()) / share) for x in rows)
-        if self.direction == 0:  # the next slice is on its way but for the last step
+        if self.direction == 0:  # every step except the last overlaps the exchange of the next slice
             return sum(self._beside(now, keys) for now in work[:-1]) + work[-1]
         # The own slice is the last one; sums follow a hop behind the keys.
         steps = [self._beside(now, keys * (step < size - 2) + sums * (step > 0))

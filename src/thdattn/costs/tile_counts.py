@@ -21,8 +21,8 @@ def pairs_and_tiles(sharding: Sharding, window: tuple[int, int]) -> tuple[Ints, 
         window: (left, right), -1 = unlimited; causal is right = 0.
 
     Returns:
-        pairs, tiles: (cp_size,), pairs of a query and a key that the mask leaves, and tiles that have one of them, of
-        one head. Counted once per batch.
+        pairs: (cp_size,), (query, key) pairs that the mask leaves.
+        tiles: (cp_size,), tiles of one head that have such a pair. Both are cached per batch.
     """
     def counted() -> tuple[Ints, Ints]:
         ranges = [key_ranges(sharding, rank, window) for rank in range(sharding.cp_size)]
@@ -40,9 +40,10 @@ def tiles_of_slices(sharding: Sharding, window: tuple[int, int]) -> Ints:
 
 
 def own_tiles(sharding: Sharding, window: tuple[int, int]) -> Ints:
-    """Count (2, cp_size) of needed rows: the `tiles` that can be done before rows of other ranks arrive.
+    """Count the tiles of every rank whose compute overlaps the exchange of needed rows, (2, cp_size).
 
-    They are, of every rank, those of queries that see no such row; and those of keys that no such row is among.
+    Row 0, for the forward: tiles whose queries see no row of another rank. Row 1, for the backward: tiles whose keys
+    include no row of another rank.
     """
     def counted() -> Ints:
         found = []

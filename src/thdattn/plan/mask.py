@@ -33,10 +33,10 @@ def in_sight(position: Ints, length: Ints, other_length: Ints, mask: Mask) -> tu
     The last positions of both sides are the same place. Arguments broadcast, and have one dtype.
 
     Args:
-        position: of each token in its sequence.
-        length: tokens of its sequence.
-        other_length: tokens of this sequence on the other side: of keys, where `position` is of queries.
-        mask: the transposed one, where `position` is of keys.
+        position: position of each token in its sequence.
+        length: number of tokens of its sequence.
+        other_length: number of tokens of this sequence on the other side: keys, if `position` is of queries.
+        mask: the mask, or the transposed mask if `position` is of keys.
     """
     left, right = mask
     place = position + (other_length - length)

@@ -331,8 +331,7 @@ class Plan:
         """Return the work buffer of a name, shape and dtype. The first use allocates it; CUDA graphs keep its address.
 
         Args:
-            name: buffers of one name and shape are the same memory.
-            shape, dtype: of the array.
+            name, shape, dtype: identify the buffer.
             room: shape of the largest of several buffers that are in use one after another and share memory. The first
                 use allocates that size, because memory can neither grow nor move later. None: no sharing.
         """

@@ -200,7 +200,7 @@ class DeviceLengths:
         return self._notice.says_right() and not cupy.cuda.get_current_stream().is_capturing()
 
     def check(self, wait: bool) -> None:
-        """Raise a ValueError if the lengths are wrong. wait: wait for the GPU, else use what the host knows."""
+        """Raise a ValueError if the lengths are wrong. wait: wait for the GPU, else use the host's last notice."""
         if wait:
             wrong = bool(self.wrong.get()[0])
         else:
