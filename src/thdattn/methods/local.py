@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
 from thdattn.methods.base import MethodOptions, Results, lse_dtype
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from thdattn.methods.all_gather import GatheredKV
     from thdattn.plan.plan import Plan
 
+_Inputs = TypeVar("_Inputs", ForwardInputs, BackwardInputs)
+
 
 def forward(
     comm: Comm, inputs: ForwardInputs, options: MethodOptions, max_logit: bool, keys: GatheredKV | None = None
 ) -> Results:
     """Compute attention of this rank's query rows over its own keys; see Method."""
-    q, k, v, plan, sinks = inputs
-    k, v = _in_sequence_order(plan, k, v, keys)
-    out, lse, logits = plan.engine.attn_fwd(
-        ForwardInputs(q, k, v, plan, sinks), options.attention, ForwardOutputs(max_logit=max_logit))
+    inputs = _in_sequence_order(inputs, keys)
+    plan = inputs.plan
+    out, lse, logits = plan.engine.attn_fwd(inputs, options.attention, ForwardOutputs(max_logit=max_logit))
     if max_logit:
         plan.engine.nan_if_invalid(plan, logits)
         comm.all_reduce(logits, "max")
@@ -34,11 +35,10 @@ def backward(
     keys: GatheredKV | None = None,
 ) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
     """Compute the gradients of `forward`; see Method. dk and dv are complete with dq."""
-    dout, q, k, v, out, lse, plan = inputs
-    k, v = _in_sequence_order(plan, k, v, keys)
-    dq, dk, dv = plan.engine.attn_bwd(
-        BackwardInputs(dout, q, k, v, out, lse, plan), options.attention,
-        BackwardOutputs(options.grad_dtype or k.dtype))
+    inputs = _in_sequence_order(inputs, keys)
+    plan = inputs.plan
+    outputs = BackwardOutputs(options.grad_dtype or inputs.k.dtype)
+    dq, dk, dv = plan.engine.attn_bwd(inputs, options.attention, outputs)
     plan.engine.nan_if_invalid(plan, dq, dk, dv)
     return dq, lambda: (dk, dv)
 
@@ -62,10 +62,15 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
 
 
-def _in_sequence_order(plan: Plan, k: Array, v: Array, keys: GatheredKV | None) -> tuple[Array, Array]:
-    """Return keys and values without fillers at the end, and without what padding held."""
+def _in_sequence_order(inputs: _Inputs, keys: GatheredKV | None) -> _Inputs:
+    """Return inputs whose keys and values have neither fillers at the end nor what padding held."""
     if keys is not None:
         keys.used = True
+    k, v, plan = inputs.k, inputs.v, inputs.plan
     if plan.has_unseen_keys:
-        return plan.engine.to_sequence_order([[k], [v]], plan)
-    return (k, v) if len(k) == plan.key_rows else (k[: plan.key_rows], v[: plan.key_rows])
+        k, v = plan.engine.to_sequence_order([[k], [v]], plan)
+    elif len(k) == plan.key_rows:
+        return inputs
+    else:
+        k, v = k[: plan.key_rows], v[: plan.key_rows]
+    return inputs._replace(k=k, v=v)
