@@ -1,1 +1,110 @@
-"""The Mamba-2 mixer over packed sequences, spread over ranks as the attention is."""
+"""The Mamba-2 mixer over packed sequences, spread over ranks as the attention is.
+
+Its functions for an engine are a module that satisfies the protocol `MixerEngine`: `reference` or `cuda`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from thdattn.engines import Array
+
+if TYPE_CHECKING:
+    from thdattn.mamba import cuda, reference
+    from thdattn.mamba.shape import Activations, Mamba2Weights, MixerShape
+    from thdattn.plan.memory import Bytes
+    from thdattn.plan.plan import Plan
+
+Gradients = Any  # an engine's own arrays of gradients, from its mixer_gradients
+
+
+class MixerEngine(Protocol):
+    """Functions of the mixer on one engine; thdattn.mamba.reference describes them."""
+
+    @property
+    def MIXER_SIZES(self) -> Mapping[str, Sequence[int]]: ...
+
+    @property
+    def mixer_segment_rows(self) -> int: ...
+
+    # Bytes of work buffers.
+    def mixer_conv_bytes(self, plan: Plan, shape: MixerShape) -> int: ...
+
+    def mixer_forward_bytes(self, plan: Plan, shape: MixerShape) -> Bytes: ...
+
+    def mixer_backward_bytes(self, plan: Plan, shape: MixerShape) -> Bytes: ...
+
+    # Forward.
+    def mixer_tail(self, zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array: ...
+
+    def mixer_halo(self, tails: Array, plan: Plan, shape: MixerShape) -> Array: ...
+
+    def mixer_conv(
+        self, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool = False
+    ) -> Activations: ...
+
+    def mixer_conv_states(
+        self, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
+    ) -> tuple[Activations, Array, Array]: ...
+
+    def mixer_fold(
+        self, states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False
+    ) -> Array: ...
+
+    def mixer_start(self, summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array: ...
+
+    def mixer_enter(
+        self, states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False
+    ) -> None: ...
+
+    def mixer_scan(
+        self, act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
+        into: tuple[Array, Array],
+    ) -> None: ...
+
+    def mixer_norm(
+        self, y: Array, zxbcdt: Array, weight: Array, plan: Plan, shape: MixerShape, out: Array
+    ) -> None: ...
+
+    # Backward.
+    def mixer_gradients(self, plan: Plan, shape: MixerShape) -> Gradients: ...
+
+    def mixer_gate_states(
+        self, dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
+        into: Gradients,
+    ) -> tuple[Array, Array, Array]: ...
+
+    def mixer_norm_states(
+        self, dout: Array, zxbcdt: Array, made: tuple[Array, Activations], weights: Mamba2Weights, plan: Plan,
+        shape: MixerShape, into: tuple[Array, Gradients],
+    ) -> tuple[Array, Array, Array]: ...
+
+    def mixer_bwd(
+        self, act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, plan: Plan,
+        shape: MixerShape, segments: slice, into: Gradients,
+    ) -> None: ...
+
+    def mixer_conv_bwd(
+        self, zxbcdt: Array, halo: Array, weights: Mamba2Weights, gradients: Gradients, plan: Plan, shape: MixerShape,
+        dzxbcdt: Array,
+    ) -> tuple[Mamba2Weights, Array]: ...
+
+    def mixer_add_halos(
+        self, halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array
+    ) -> None: ...
+
+    # Decoding.
+    def mixer_decode(
+        self, zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, rows: Array, states: Array, active: Array,
+        work: Array,
+    ) -> Array: ...
+
+    def mixer_fill(
+        self, act: Activations, zxbcdt: Array, segment_states: Array, weights: Mamba2Weights, plan: Plan,
+        shape: MixerShape, into: tuple[Array, Array],
+    ) -> None: ...
+
+
+if TYPE_CHECKING:
+    _engines: tuple[MixerEngine, ...] = (cuda, reference)  # a type checker compares both with the protocol

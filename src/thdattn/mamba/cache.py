@@ -7,6 +7,7 @@ from typing import Any
 
 from thdattn.arguments import as_count, check_kind
 from thdattn.checks import check_same
+from thdattn.engines import Engine
 from thdattn.mamba import context_parallel
 from thdattn.mamba.saved import Mamba2Saved
 from thdattn.mamba.select import mixer_engine
@@ -39,7 +40,7 @@ class Mamba2Cache:
     active: Any
     work: Any
     _shape: MixerShape
-    _engine: Any
+    _engine: Engine
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={value}" for name, value in self.made_for.items())
@@ -87,12 +88,12 @@ class Mamba2Cache:
         plan.engine.nan_if_invalid(plan, self.rows, self.states)
 
 
-def traits(shape: MixerShape, engine: Any) -> dict[str, Any]:
+def traits(shape: MixerShape, engine: Engine) -> dict[str, Any]:
     """Return the traits in which a cache, its mixers, and the forwards that fill it must agree."""
     return {**shape._asdict(), "engine": engine.name}
 
 
-def make_cache(engine: Any, cp_size: int, num_texts: int, shape: MixerShape) -> Mamba2Cache:
+def make_cache(engine: Engine, cp_size: int, num_texts: int, shape: MixerShape) -> Mamba2Cache:
     """Make a cache of empty sequences; see Mamba2Mixer.cache."""
     if cp_size > 1:
         raise ValueError(

@@ -20,6 +20,7 @@ from thdattn.plan.memory import Memory, num_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
+    from thdattn.mamba import MixerEngine
     from thdattn.mamba.shape import Mamba2Weights, MixerShape
     from thdattn.plan.plan import Plan
 
@@ -43,7 +44,8 @@ class Kept(NamedTuple):
 
 
 def forward(
-    engine: Any, comm: Comm, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, shape: MixerShape, keep: bool = True
+    engine: MixerEngine, comm: Comm, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, shape: MixerShape,
+    keep: bool = True,
 ) -> tuple[Any, Kept]:
     """Compute out of this rank's rows, and what the backward needs; see Mamba2Mixer.
 
@@ -79,7 +81,7 @@ def forward(
     return out, Kept(y, halo, states, act if keep else None)
 
 
-def memory(engine: Any, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -> Memory:
+def memory(engine: MixerEngine, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -> Memory:
     """Return the bytes that forward and backward allocate for a mixer with this plan, which needs no arrays."""
     rows, dtype, sums = plan.local_rows, shape.dtype, shape.sum_dtype
     of_inner = num_bytes((rows, shape.d_inner), dtype)
@@ -102,14 +104,15 @@ def memory(engine: Any, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -
 
 
 def activations(
-    engine: Any, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
+    engine: MixerEngine, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
 ) -> Any:
     """Return the results of the convolution, recomputed if they were not kept."""
     return engine.mixer_conv(zxbcdt, kept.halo, weights, plan, shape) if kept.act is None else kept.act
 
 
 def backward(
-    engine: Any, comm: Comm, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
+    engine: MixerEngine, comm: Comm, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept,
+    shape: MixerShape,
 ) -> tuple[Any, Mamba2Weights]:
     """Return the gradients of forward: dzxbcdt of this rank's rows, and their partial sums of the weights' gradients.
     """
@@ -157,7 +160,7 @@ def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]
     return recv, Pending(arrival.wait, recv)
 
 
-def _turns(engine: Any, plan: Plan, reverse: bool = False) -> tuple[slice, slice, slice]:
+def _turns(engine: MixerEngine, plan: Plan, reverse: bool = False) -> tuple[slice, slice, slice]:
     """Return three slices of segments: those that run during the gather, those that a state of other ranks may reach,
     and all that run after it.
 
@@ -173,7 +176,7 @@ def _turns(engine: Any, plan: Plan, reverse: bool = False) -> tuple[slice, slice
     return slice(segments - ahead, segments), waiting, slice(0, segments - ahead)
 
 
-def _waiting(engine: Any, plan: Plan) -> tuple[slice, slice]:
+def _waiting(engine: MixerEngine, plan: Plan) -> tuple[slice, slice]:
     """Return the first segments, which a state of earlier ranks may reach, and the last ones, which a gradient of later
     ranks may.
 

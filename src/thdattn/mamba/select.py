@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from thdattn.engines import Engine
+from thdattn.mamba import MixerEngine
 
 
-def mixer_engine(engine: Any) -> Any:
+def mixer_engine(engine: Engine) -> MixerEngine:
     """Return the mixer's functions for an engine: the package thdattn.mamba.cuda or thdattn.mamba.reference."""
-    return importlib.import_module(f"thdattn.mamba.{engine.name}")
+    functions: MixerEngine = importlib.import_module(f"thdattn.mamba.{engine.name}")
+    return functions
 
 
 def check_sizes(known_sizes: Mapping[str, Sequence[int]], engine_name: str, **sizes: int) -> None:
