@@ -157,6 +157,10 @@ class TorchComm(Comm):
         group = distributed.new_group(of_color[color], backend=backend, use_local_synchronization=True, **order)
         return type(self)(group)
 
+    def _close(self) -> None:
+        """Let go of the group: torch ends its threads when nobody holds it, which must be before the interpreter ends."""
+        self._group = None
+
     def _tensor(self, array: Any) -> Any:
         """Return the array as a tensor over the same memory."""
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else self._torch.from_dlpack(array)
