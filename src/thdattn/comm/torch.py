@@ -158,7 +158,7 @@ class TorchComm(Comm):
         return type(self)(group)
 
     def _close(self) -> None:
-        """Let go of the group: torch ends its threads when nobody holds it, which must be before the interpreter ends."""
+        """Let go of the group: torch ends its threads when nobody holds it, which must be before the program ends."""
         self._group = None
 
     def _tensor(self, array: Any) -> Any:
