@@ -97,8 +97,7 @@ def test_groups_share_what_the_forward_takes():
 def test_launches_of_all_groups_take_what_is_said(monkeypatch, dims, deterministic, gpu):
     batch = PackedBatch.from_lengths([700, 33, 900], multiple=4)
     made_on = replace(H100, sm90=gpu == "hopper")
-    for module in (launch, backward):
-        monkeypatch.setattr(module, "this_gpu", lambda: made_on)
+    monkeypatch.setattr(launch, "this_gpu", lambda: made_on)
     monkeypatch.setattr(compiler, "kernel", lambda *instance: lambda *args: None)
     monkeypatch.setattr(backward, "cupy", SimpleNamespace(arange=np.arange, zeros=np.zeros))
     attention = thdattn.CPAttention(OnPaper(0, 2, 8), HEADS, dims[0], KV_HEADS, dims[1], engine="cuda",

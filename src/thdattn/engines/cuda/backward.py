@@ -25,7 +25,7 @@ from thdattn.engines.cuda.backward_memory import (
     padded_rows,
     stats_shape,
 )
-from thdattn.engines.cuda.launch import Array, Heads, Launch, heads_of, this_gpu
+from thdattn.engines.cuda.launch import Array, Heads, Launch, heads_of
 from thdattn.engines.cuda.plan import pairs_of, parts_of
 from thdattn.engines.cuda.rows import reorder
 from thdattn.engines.cuda.softcap import logits_of, lse_unit
@@ -57,13 +57,13 @@ def attn_bwd(
     if not (len(q) and len(k)):  # no tiles to launch a kernel for
         return _zeros(inputs, outputs, on_first_part)
     dq = launch.empty(q.shape, q.dtype) if outputs.dq is None else outputs.dq
-    if not this_gpu().sm90 and not q.flags.c_contiguous:  # the portable kernels take whole rows
+    if not launch.this_gpu().sm90 and not q.flags.c_contiguous:  # the portable kernels take whole rows
         dout, q, out = map(cupy.ascontiguousarray, (inputs.dout, q, inputs.out))
         inputs = inputs._replace(dout=dout, q=q, out=out)
     where = "own" if outputs.owners is not None else "made" if outputs.dk_dv is None else "given"
     spec = _Spec(heads_of(q, k, v, options.head_groups), dq.dtype, outputs.kv_dtype, options.deterministic,
                  where, on_first_part is not None, options.softcap > 0)
-    launches = plan.memoize(("backward", spec), lambda: (_Hopper if this_gpu().sm90 else _Portable)(plan, spec))
+    launches = plan.memoize(("backward", spec), lambda: (_Hopper if launch.this_gpu().sm90 else _Portable)(plan, spec))
     whole = dq
     if launch.row_heads(dq) != launch.row_heads(q):
         whole = cupy.ascontiguousarray(dq) if outputs.accumulate else launch.empty(q.shape, q.dtype)
@@ -160,7 +160,7 @@ class _Hopper:
     """Launches on Hopper. dq is accumulated in a layout of its own and rounded once."""
 
     def __init__(self, plan: Plan, spec: _Spec) -> None:
-        gpu, heads = this_gpu(), spec.heads
+        gpu, heads = launch.this_gpu(), spec.heads
         row = TILES[heads.head_dim, heads.v_head_dim]
         tiles = row.backward_sm90
         how = spec.kv_dtype, spec.deterministic, spec.where
@@ -213,7 +213,7 @@ class _Hopper:
 
     def _main(self, plan: Plan, orders: Array, num_splits: int, packs: Any) -> Launch:
         """Return a launch of that kernel for some tiles of keys; see _packs_of."""
-        gpu, heads = this_gpu(), self._spec.heads
+        gpu, heads = launch.this_gpu(), self._spec.heads
         tiles = TILES[heads.head_dim, heads.v_head_dim].backward_sm90
         stats_rows = padded_rows(plan.local_rows)
         blocks, splits = 1 if self._deterministic else tiles.blocks, heads.num_kv_heads * num_splits
@@ -265,7 +265,7 @@ class _Hopper:
 
 def _dq_alone(row: Tiles, kernel: Instance, heads: Heads, plan: Plan, stats: Array) -> Launch:
     """Return the launch of thd_attn_bwd_dq_sm90, which has the forward's tiles of queries and scheduler."""
-    gpu, orders, num_rows = this_gpu(), plan.arrays.query_tiles, plan.local_rows
+    gpu, orders, num_rows = launch.this_gpu(), plan.arrays.query_tiles, plan.local_rows
     num_tiles = orders.shape[1]
     order, how = scheduler.schedule(
         gpu, plan, orders, heads.num_heads, max(heads.group, row.forward_sm90.together))
@@ -278,7 +278,7 @@ def _dq_alone(row: Tiles, kernel: Instance, heads: Heads, plan: Plan, stats: Arr
 def plan_backward(plan: Plan) -> None:
     """Make the arrays that the backward needs of a plan, so that a refresh of the plan makes them again."""
     row = TILES[plan.head_dims]
-    if this_gpu().sm90:
+    if launch.this_gpu().sm90:
         num_partials(row, plan)
         pairs_of(plan)
     if plan.cp_size > 1 and plan.keys_of is None and not plan.sharding.by_runs:
@@ -316,7 +316,7 @@ class _Portable:
         self._dq_accum, self._kv_dtype = plan.buffer("dq_accum", shape, np.float32, most), spec.kv_dtype
         stats, self._delta = _delta(plan, heads, self._dq_accum)
         sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, padded_rows(plan.local_rows), heads.group)))
-        tiles = row.backward_for(this_gpu().shared_bytes)
+        tiles = row.backward_for(launch.this_gpu().shared_bytes)
         main = compiler.kernel(*row.thd_attn_bwd(dtype, kv_dtype, not spec.deterministic, tiles, spec.caps))
         self._mains = [[Launch(
             main, (orders.shape[1], heads.num_kv_heads), 2 * tiles.tile_n * tiles.column_warps,
