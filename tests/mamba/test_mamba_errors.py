@@ -27,6 +27,10 @@ def mixer(comm=SINGLE, **changes):
     return thdattn.Mamba2Mixer(comm, **{**arguments, **changes})
 
 
+def attention(comm=SINGLE, **changes):
+    return thdattn.CPAttention(comm, 2, 8, dtype="float32", engine="reference", **changes)
+
+
 def weights(**changes):
     return thdattn.Mamba2Weights(**{**{name: np.ones(x, np.float32) for name, x in SHAPES.items()}, **changes})
 
@@ -101,7 +105,7 @@ def test_sharding_that_is_not_contiguous_is_refused_with_the_remedy(sharding):
         for made in (sharding, thdattn.Sharding(batch, 2, sharding)):
             for asked in (layer.plan, layer.sharding):
                 refuses(lambda sharding, ask=asked: ask(batch, sharding), "sharding", made, ValueError, wanted)
-        plan = thdattn.CPAttention(comm, 2, 8, dtype="float32").plan(batch, sharding)
+        plan = attention(comm).plan(batch, sharding)
         x = np.ones((plan.local_rows, COLUMNS), np.float32)
         refuses(lambda plan: layer.forward(x, weights(), plan), "plan", plan, ValueError, wanted)
 
@@ -120,14 +124,13 @@ def test_slices_of_slices_with_fillers_between_are_refused():
 @table(
     ("plan", None, TypeError, "plan is None, a NoneType; wanted a Plan; make it with mixer.plan(batch)"),
     ("plan", BATCH, TypeError, "plan is … wanted a Plan"),
-    ("plan", thdattn.CPAttention(SINGLE, 2, 8, causal=False, dtype="float32").plan(BATCH), ValueError,
+    ("plan", attention(causal=False).plan(BATCH), ValueError,
      "plan was made for window (-1, -1), wanted (-1, 0); make it with this mixer's plan(batch)"),
-    ("plan", thdattn.CPAttention(SINGLE, 2, 8, window=(3, 0), dtype="float32").plan(BATCH), ValueError,
+    ("plan", attention(window=(3, 0)).plan(BATCH), ValueError,
      "plan was made for window (3, 0), wanted (-1, 0)"),
-    ("plan", thdattn.CPAttention(SINGLE, 2, 8, dtype="float32").plan(BATCH, key_batch=PackedBatch([0, 5, 7])),
-     ValueError, "plan has keys of their own, wanted those of the queries"),
-    ("plan", replace(thdattn.CPAttention(SINGLE, 2, 8, dtype="float32").plan(BATCH), cp_rank=1), ValueError,
-     "plan was made for cp_rank 1, wanted 0"),
+    ("plan", attention().plan(BATCH, key_batch=PackedBatch([0, 5, 7])), ValueError,
+     "plan has keys of their own, wanted those of the queries"),
+    ("plan", replace(attention().plan(BATCH), cp_rank=1), ValueError, "plan was made for cp_rank 1, wanted 0"),
 )  # fmt: skip
 def test_bad_plan(argument, value, kind, message):
     x = np.ones((8, COLUMNS), np.float32)
