@@ -1,10 +1,12 @@
-"""Fixtures that poison memory, and the record of what passed on which GPU."""
+"""Fixtures that poison memory and share it with other workers, and the record of what passed on which GPU."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,25 @@ def cupy():
     if not cupy.is_available():
         pytest.skip("needs a GPU")
     return cupy
+
+
+@pytest.fixture(autouse=True)
+def unused_memory(request):
+    """Give the GPU, which workers share, the memory that a test leaves in CuPy's pool, unless it is little."""
+    yield
+    cupy = sys.modules.get("cupy") if request.node.get_closest_marker("gpu") else None
+    if cupy is not None and cupy.is_available() and cupy.get_default_memory_pool().free_bytes() > 2**30:
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture
+def much_memory(cupy, tmp_path_factory):
+    """Wait until no other worker runs a test that needs tens of GiB of the GPU."""
+    run = tmp_path_factory.getbasetemp().parent  # of all workers of xdist
+    with (run / "much_memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        cupy.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.fixture

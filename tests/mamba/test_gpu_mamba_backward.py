@@ -294,7 +294,7 @@ def test_products_of_a_state_and_another_document_may_be_infinite(cupy):
         assert np.isfinite(made["zxbcdt"][70:, part].astype(np.float32)).all(), name
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels", "much_memory")
 def test_more_elements_than_32_bits_count(cupy):
     """Rows of 8,512 numbers, 2.2e9 of them: the last documents are those that are alone in another pack."""
     mixer = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 64, 64, 128, dtype=BFLOAT16, engine="cuda")
@@ -326,7 +326,7 @@ def test_more_elements_than_32_bits_count(cupy):
             assert cupy.array_equal(tail[:, part], wanted[:, part]), name
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels", "much_memory")
 def test_more_chunks_than_a_grid_is_high(cupy):
     """Sequences that are alike, a segment each, get the same bits behind row 65,535 * 64 as before it."""
     case, times = Case("one", (2048,), sizes=Sizes(8, 64, 64, 1)), 65_535 * 64 // 2048 + 2

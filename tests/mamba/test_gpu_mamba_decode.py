@@ -169,6 +169,7 @@ def test_texts_that_are_not_active_keep_what_they_have(cupy):
         assert to_host(now)[1::2].tobytes() == then[1::2].tobytes()
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_states_beyond_2_to_the_31_numbers(cupy):
     """The last text of 8.6 GB of states: offsets need 64 bits."""
     case = replace(TEXTS, name="many", lengths=(1,), padded=None, sizes=Sizes(64, 64, 128, 1))
