@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, SIZE = 8, 4, 2
 PACKS = {"padding": PackedBatch.from_lengths([700, 31, 900], multiple=4), "full": PackedBatch.from_lengths([512, 1024])}
 SEEN_ELSEWHERE = {  # made by CuPy's own functions, in windows, or of the caller
-    "order of tiles", "places of keys", "copies to send", "sums", "windows of keys", "windows of sums", "pulled sums",
+    "order of tiles", "owners of keys", "copies to send", "sums", "windows of keys", "windows of sums", "pulled sums",
     "q", "k", "v",
 }
 
@@ -142,9 +142,9 @@ def test_a_mixer_allocates_what_is_said(cupy, monkeypatch, request, ranks, kerne
 
 
 def test_a_batch_larger_than_the_gpu_is_refused(cupy):
-    free, _ = cupy.cuda.runtime.memGetInfo()
+    _, total = cupy.cuda.runtime.memGetInfo()
     layer = thdattn.CPAttention(Mirror(), 64, 128, 64, engine="cuda")
-    rows = 4 * (free // (64 * 128 * 2 * 4 * 4))
+    rows = 4 * (total // (64 * 128 * 2 * 4 * 4))
     with pytest.raises(ValueError, match=r"rank 0: the batch needs .* GiB of GPU memory .*; rank 1: the batch needs"):
         layer.plan(PackedBatch.from_lengths([rows]))
     assert layer.plan(PackedBatch.from_lengths([1024])).local_rows == 512
