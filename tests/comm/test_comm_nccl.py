@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from thdattn.comm.failures.watchdog import Watch
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 
 PEER_MEMORY = nccl._peer_memory  # before stand-ins take its place
+FULL = b"\xff"  # uuid of a GPU without free memory
 
 
 class World:
@@ -88,7 +90,8 @@ def make_cupy(uuids):
             self.pci_bus_id = f"0000:{uuids[number].hex()}:00.0"
 
         def use(self):
-            pass
+            if uuids[0] == FULL:
+                raise OSError("out of memory")
 
     return SimpleNamespace(
         cuda=SimpleNamespace(runtime=runtime, Device=Device, get_current_stream=lambda: stream,
@@ -134,11 +137,11 @@ def start(monkeypatch):
             timeout=10,
         )
 
-    def refusals(gpus_of_rank, stand_in=None):
+    def refusals(gpus_of_rank, stand_in=None, kind=RuntimeError):
         """The message that each rank raises."""
 
         def program(simulated):
-            with pytest.raises(RuntimeError) as refusal:
+            with pytest.raises(kind) as refusal:
                 join(simulated, gpus_of_rank[simulated.rank], stand_in or make_nccl())
             return str(refusal.value)
 
@@ -200,6 +203,29 @@ def test_communicator_that_fails_on_one_rank_raises_on_every_rank(start):
 
     messages = start.refusals([FOUR_GPUS] * 2, make_nccl(NcclCommunicator=communicator))
     assert messages == ["NCCL did not start on rank 1: KeyError: 7"] * 2
+
+
+def test_rank_whose_communicator_fails_waits_no_longer_for_the_others_than_in_a_collective(start):
+    """They may be left in the call that has failed there."""
+    waits = []
+
+    def communicator(size, unique_id, rank):
+        if rank == 1:
+            raise MemoryError("none left")
+        limit = time.monotonic() + 5
+        while not waits and time.monotonic() < limit:
+            waits.extend((str(each), each.limit) for each in list(watchdog._watchdog.waiting.values())
+                         if "here" in each.what)
+        return Communicator(size, unique_id, rank)
+
+    messages = start.refusals([FOUR_GPUS] * 2, make_nccl(NcclCommunicator=communicator), MemoryError)
+    assert waits == [("NCCL did not start here (none left), number 2 of this comm,", 10.0)]
+    assert messages == ["NCCL did not start on rank 1: none left"] * 2
+
+
+def test_gpu_without_memory_for_a_context_raises_on_every_rank(start):
+    messages = start.refusals([[b"\x0a"], [FULL]])
+    assert messages == ["no context on the GPU on rank 1: OSError: out of memory"] * 2
 
 
 def test_start_that_never_ends_is_watched_for_longer_than_a_collective(start):

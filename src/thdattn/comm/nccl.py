@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.comm import Arrival, Comm, launcher, mpi, no_wait
-from thdattn.comm.failures.outcomes import Outcome, attempt, results
+from thdattn.comm.failures.outcomes import Outcome, Waiting, attempt, results
 from thdattn.comm.failures.watchdog import PATIENCE_AT_START, Lane
 from thdattn.comm.slices import AllToAllSpec, Slices
 from thdattn.install import remedy
@@ -62,7 +62,8 @@ class NcclComm(Comm):
         no_peer_memory: why keys, values and their gradients go through NCCL; "" if they go through peer memory.
 
     Raises:
-        RuntimeError: on every rank, if NCCL could not start on one, or if transport is "peer" and one cannot have it.
+        RuntimeError: on every rank, if the GPU or NCCL could not start on one, or if transport is "peer" and one cannot
+            have it.
     """
 
     name = "nccl"
@@ -80,11 +81,11 @@ class NcclComm(Comm):
         self._module = nccl
         self._dtypes = {dtype: getattr(nccl, f"NCCL_{dtype.upper()}") for dtype in self.sum_dtypes}
         self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX}
-        cupy.cuda.Device(self._gpu).use()
         self._watch = mpi.watch(world, timeout)
         mpi.find_ranks(world, self._watch)
         with self._watch.waiting("the start of NCCL", patience=PATIENCE_AT_START):
-            self._nccl = _start(world, nccl)
+            _agreed(world, "no context on the GPU", cupy.cuda.Device(self._gpu).use)
+            self._nccl = _start(world, nccl, self._watch.waiting)
             self._peer, self.no_peer_memory = _peer_memory(world, gpus, transport)
         if self._peer is not None:
             self._peer.wait_within(self._watch.waiting)
@@ -330,14 +331,30 @@ def _find_gpu(local_rank: int) -> Gpu:
     return Gpu(device, hostname, cupy.cuda.Device(device).pci_bus_id, uuid)
 
 
-def _start(world: Any, nccl: Any) -> Any:
+def _agreed(world: Any, failure: str, action: Callable[[], Any], waiting: Waiting = nullcontext) -> Any:
+    """Return what an action returns on this rank, if it succeeds on all ranks, or raise on all ranks.
+
+    Args:
+        failure: what to say if it fails on a rank.
+        action: the step of this rank.
+        waiting: makes a context in which this rank waits for the others, given the failure, where the step has failed
+            here.
+    """
+    ok, result = attempt(action)
+    with nullcontext() if ok else waiting(f"{failure} here ({result})"):
+        outcomes = world.allgather((ok, None if ok else result))
+    results(failure, outcomes)
+    return result
+
+
+def _start(world: Any, nccl: Any, waiting: Waiting) -> Any:
     """Make the communicator on all ranks, or raise on all ranks."""
     # NOTE: the outcome is sent, not the id: a rank 0 that raised here would leave the others in bcast.
     made = world.bcast(attempt(nccl.get_unique_id) if world.rank == 0 else None, root=0)
     (unique_id,) = results("NCCL made no unique id", [made])
-    ok, communicator = attempt(lambda: nccl.NcclCommunicator(world.size, unique_id, world.rank))
-    results("NCCL did not start", world.allgather((ok, None if ok else communicator)))
-    return communicator
+    # A rank that fails may leave the others in this call: it waits for them as for a collective, and says why.
+    return _agreed(world, "NCCL did not start",
+                   lambda: nccl.NcclCommunicator(world.size, unique_id, world.rank), waiting)
 
 
 # Lanes by thread, GPU and stream. They are never dropped: a stream may write to one after all comms are closed.
