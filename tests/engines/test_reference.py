@@ -251,14 +251,10 @@ def test_same_inputs_give_the_same_bits():
         assert getattr(first, field).tobytes() == getattr(second, field).tobytes()
 
 
-def buffer(name, shape, dtype):
-    return np.empty(shape, dtype)
-
-
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 def test_order_moves_worked_by_hand(dtype):
     # Two ranks of 3 rows; rank 0 has rows 0 and 3, rank 1 rows 1 and 4; nobody owns rows 2 and 5.
-    plan = SimpleNamespace(rank_order=np.array([0, 3, -1, 1, 4, -1], np.int32), key_rows=6, buffer=buffer)
+    plan = SimpleNamespace(rank_order=np.array([0, 3, -1, 1, 4, -1], np.int32), key_rows=6)
     gathered = np.array([10, 13, np.nan, 11, 14, np.nan]).astype(dtype).reshape(6, 1, 1)
     k, v = reference.to_sequence_order([[gathered], [2 * gathered.repeat(2, axis=2)]], plan)
     assert k.dtype == v.dtype == dtype
@@ -275,7 +271,7 @@ def test_order_moves_worked_by_hand(dtype):
 def test_order_moves_are_inverse_on_owned_rows(owned, fillers, seed):
     rng = np.random.default_rng(seed)
     rank_order = rng.permutation(np.append(np.arange(owned), np.full(fillers, -1))).astype(np.int32)
-    plan = SimpleNamespace(rank_order=rank_order, key_rows=owned, buffer=buffer)
+    plan = SimpleNamespace(rank_order=rank_order, key_rows=owned)
     k, v = rng.standard_normal((owned, 2, 3)), rng.standard_normal((owned, 1, 2))
     there = reference.to_rank_order(k, v, plan)
     back = reference.to_sequence_order([[x] for x in there], plan)

@@ -110,8 +110,7 @@ def test_plans_of_a_static_pack_are_the_hosts_element_by_element(cupy, comm):
 @pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_a_refreshed_plan_of_simulated_ranks_is_the_hosts(cupy, cp_size, sharding):
-    from thdattn.engines.cuda.backward import num_partials
-    from thdattn.kernels.configs import TILES
+    from thdattn.engines.cuda.backward import partials_per_tile
 
     batches = graph_ranks.packs(cp_size, 12)
     made = [batch for batch in batches if batch.num_seqs <= MAX_SEQS and batch.total_rows <= ROWS]
@@ -124,7 +123,7 @@ def test_a_refreshed_plan_of_simulated_ranks_is_the_hosts(cupy, cp_size, shardin
         def program(comm, together=together):
             attention = thdattn.CPAttention(comm, 2, 64, window=(70, 0), engine="cuda")
             plan = attention.plan(PackedBatch(*together, total_rows=ROWS), sharding)
-            shares = num_partials(TILES[64, 64], plan)
+            shares = partials_per_tile(plan)
             for batch in made:
                 rewrite(cupy, comm, together, batch)
                 plan.refresh()
@@ -135,7 +134,7 @@ def test_a_refreshed_plan_of_simulated_ranks_is_the_hosts(cupy, cp_size, shardin
                     if x is not None:
                         np.testing.assert_array_equal(to_host(getattr(plan.arrays, field)), x, field)
                 np.testing.assert_array_equal(
-                    to_host(shares), to_host(num_partials(TILES[64, 64], attention.plan(padded, shared)))
+                    to_host(shares), to_host(partials_per_tile(attention.plan(padded, shared)))
                 )
 
         thdattn.comm.run_local(cp_size, program)

@@ -25,7 +25,8 @@ from thdattn.engines import AttentionOptions, BackwardInputs, ForwardInputs
 from thdattn.jit.structs import RANK_FLAGS
 from thdattn.methods import all_gather
 from thdattn.methods.base import MethodOptions
-from thdattn.plan.buffers import Buffers
+from thdattn.plan import plan as plans
+from thdattn.plan.buffers import Buffers, pair_of
 
 HEADS, WIDTH = 4, 2
 GROUPS = (2, 2), (1, 1, 1, 1), (1, 3), (1, 1, 2)
@@ -74,16 +75,14 @@ class Engine:
                 out[plan.rank_order] = rows
 
         first = plan.cp_rank * plan.local_key_rows
-        outs = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
-                        for name, parts in zip("kv", sources, strict=True)]  # fmt: skip
         if peer_exchange is None:
-            self.machine.stream.launch(move, outs, sources, own)
+            self.machine.stream.launch(move, into, sources, own)
         else:
             rows = plan.local_key_rows
             whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
-            arrays = addresses([outs, sources, whole])
+            arrays = addresses([into, sources, whole])
             meet(self.machine.stream, Gathered(plan.rank_order, rows, *arrays, peer_exchange.to), peer_exchange.flags)
-        return outs
+        return into
 
     def attn_fwd(self, inputs, options, outputs):
         def attend(out, q, k, v):
@@ -106,8 +105,8 @@ class Engine:
 
         self._may_fail("attention")
         dout, _, k, v, out, _, plan = inputs
-        most = len(k), max(options.head_groups), WIDTH
-        dk, dv = (plan.buffer(name, k.shape, outputs.kv_dtype, most) for name in ("dk", "dv"))
+        most = len(k), max(options.head_groups)
+        dk, dv = (plan.buffer(x, k.shape) for x in pair_of("partials", most, plan.head_dims, outputs.kv_dtype))
         self.machine.stream.launch(attend, outputs.dq, dk, dv, dout, k, v, out)
         if outputs.owners is None:
             return outputs.dq, dk, dv
@@ -120,6 +119,9 @@ class Engine:
 
 
 class Plan:
+    head_dims = WIDTH, WIDTH
+    key_buffers = plans.Plan.key_buffers
+
     def __init__(self, engine, rank, size, local_rows):
         self.engine, self._kept, self._buffers = engine, {}, Buffers()
         self.cp_rank, self.cp_size, self.local_key_rows, self.key_rows = rank, size, local_rows, size * local_rows
@@ -133,8 +135,8 @@ class Plan:
     def make(self, launches):
         launches()
 
-    def buffer(self, name, shape, dtype, room=None):
-        return self._buffers.get(self.engine.poisoned, name, shape, dtype, room)
+    def buffer(self, buffer, shape=None):
+        return self._buffers.get(self.engine.poisoned, buffer, shape)
 
 
 # --- a rank's program --------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_memory_says_what_calls_make(name, cp_size):
     def program(comm):
         attention = case.attention(comm, BFLOAT16, engine="reference")
         plan = attention.plan(batch)
-        layer = Layer(*case.heads, BFLOAT16, False, 1, False)
+        layer = Layer(*case.heads, BFLOAT16, False, (2,), False)
         said = p2p.memory(comm, replace(plan, arrays=thdattn.plan.plan.NO_ARRAYS), layer)
         q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, BFLOAT16))
         out, lse, _ = ring_forward(comm, plan, q, k, v, 1.0, False)
@@ -204,7 +204,7 @@ def test_a_ring_of_eight_takes_a_third_of_the_all_gather():
     def program(comm):
         attention = thdattn.CPAttention(comm, 32, 128, 8, engine="reference", head_groups=1)
         plan = replace(attention.plan(batch), arrays=thdattn.plan.plan.NO_ARRAYS)
-        ring = p2p.memory(comm, plan, Layer(32, 8, BFLOAT16, False, 1, False))
+        ring = p2p.memory(comm, plan, Layer(32, 8, BFLOAT16, False, (8,), False))
         return attention.memory(batch), ring
 
     for gathered, ring in thdattn.comm.run_local(8, program):

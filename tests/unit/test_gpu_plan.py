@@ -140,17 +140,16 @@ def test_valid_rows_are_known_on_the_gpu(cupy, name):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 @pytest.mark.parametrize("case", [*SMALL, *CROSS], ids=str)
 def test_how_many_tiles_of_keys_have_a_tile_of_queries_in_sight(cupy, case, dims):
-    from thdattn.engines.cuda.backward import num_partials
+    from thdattn.engines.cuda.backward import partials_per_tile
 
-    row = TILES[dims]
-    sizes = row.backward_sm90
+    sizes = TILES[dims].backward_sm90
     for cp_size in case.cp_sizes:
         batch = case.batch(cp_size)
 
         def shares(comm, case=case, batch=batch):
             how = {"v_head_dim": dims[1], "window": case.window, "causal": case.causal}
             plan = thdattn.CPAttention(comm, 1, dims[0], **how).plan(batch, case.sharding, case.key_batch())
-            return num_partials(row, plan).get(), plan.key_ranges.get()
+            return partials_per_tile(plan).get(), plan.key_ranges.get()
 
         for found, ranges in thdattn.comm.run_local(cp_size, shares):
             wanted = np.zeros(len(found), int)

@@ -14,6 +14,7 @@ import thdattn
 from thdattn import PackedBatch
 from thdattn.comm import Comm
 from thdattn.engines import reference
+from thdattn.plan.buffers import FLOAT32, Buffer
 
 BATCH = PackedBatch.from_lengths([13, 0, 30, 4], multiple=4)
 RANKS, HEADS, KV_HEADS, DIM, V_DIM = 2, 8, 4, 24, 16
@@ -275,7 +276,10 @@ def test_one_rank_is_not_asked_for_room(monkeypatch):
 
 def test_batches_of_as_many_rows_are_each_asked_for_what_they_take(monkeypatch):
     """One long document is refused, and short documents of as many rows before and after it are not."""
-    monkeypatch.setattr(reference, "backward_bytes", lambda plan, *_: {"accumulators": 256 * plan.expected_pairs})
+    def declared(plan, *_):
+        return [Buffer("accumulators", (64, plan.expected_pairs), FLOAT32)]
+
+    monkeypatch.setattr(reference, "backward_buffers", declared)
     short, long = PackedBatch.from_lengths([6] * 100), PackedBatch.from_lengths([600])
 
     def wanted(comm):

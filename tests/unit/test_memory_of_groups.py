@@ -12,7 +12,7 @@ from cases import BFLOAT16
 import thdattn
 from thdattn import PackedBatch
 from thdattn.costs.model import OnPaper
-from thdattn.plan.buffers import Buffers
+from thdattn.plan.buffers import FLOAT32, INT32, Buffer, Buffers, bytes_by_name
 from thdattn.plan.ranges import host_arrays
 
 pytest.importorskip("cupy")
@@ -23,7 +23,7 @@ from thdattn.jit import compiler
 from thdattn.plan.memory import Layer
 
 H100 = Gpu(sm90=True, multiprocessors=132, shared_bytes=232448)
-HEADS, KV_HEADS, DIM, FLOAT32 = 32, 8, 128, np.dtype(np.float32)
+HEADS, KV_HEADS, DIM = 32, 8, 128
 GROWING = (1, 3, 4)
 
 
@@ -43,7 +43,7 @@ def outline(batch, num_ranks=2, heads=(HEADS, KV_HEADS), **options):
 
 
 def said(plan, layer, groups, where="own"):
-    return cuda.backward_bytes(plan, layer._replace(groups=groups), np.float32, where)
+    return bytes_by_name(cuda.backward_buffers(plan, layer._replace(groups=groups), FLOAT32, where))
 
 
 def by_hand(rows, keys, heads, kv_heads, splits):
@@ -85,7 +85,8 @@ def test_groups_share_copies_without_padding():
 @pytest.mark.usefixtures("h100")
 def test_groups_share_what_the_forward_takes():
     _, plan, layer = outline(PackedBatch.from_lengths([512]))
-    grown, equal = (cuda.forward_bytes(plan, layer._replace(groups=groups)) for groups in (GROWING, (4, 4)))
+    grown, equal = (bytes_by_name(cuda.forward_buffers(plan, layer._replace(groups=groups)))
+                    for groups in (GROWING, (4, 4)))
     assert grown["logits of tiles"] == equal["logits of tiles"]
     assert grown["partial results of tiles"] == equal["partial results of tiles"] > 0
 
@@ -126,26 +127,24 @@ def test_launches_of_all_groups_take_what_is_said(monkeypatch, dims, determinist
 # --- buffers ---------------------------------------------------------------------------------------------------------
 
 
-def test_buffers_of_a_room_lie_in_it_from_its_beginning():
+def test_smaller_arrays_begin_where_their_buffer_does():
     buffers, made = Buffers(), []
 
     def empty(shape, dtype):
         made.append(np.empty(shape, dtype))
         return made[-1]
 
-    small = buffers.get(empty, "x", (3, 2), np.float32, (5, 4))
-    large = buffers.get(empty, "x", (5, 4), np.float32, (5, 4))
+    declared = Buffer("x", (5, 4), FLOAT32)
+    small, large = (buffers.get(empty, declared, shape) for shape in ((3, 2), (5, 4)))
     assert [x.shape for x in made] == [(5, 4)] and large is made[0] and small.shape == (3, 2)
     large[...] = np.arange(20).reshape(5, 4)
     assert small.tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert buffers.get(empty, "x", (3, 2), np.float32, (5, 4)) is small
-    assert buffers.get(empty, "x", (5, 4), np.float32) is large
-    assert not np.shares_memory(buffers.get(empty, "x", (3, 2), np.float32), large), "it asks for none of a room"
-    assert not np.shares_memory(buffers.get(empty, "y", (3, 2), np.float32, (5, 4)), large)
-    assert not np.shares_memory(buffers.get(empty, "x", (3, 2), np.int32, (5, 4)), large)
+    assert buffers.get(empty, declared, (3, 2)) is small and buffers.get(empty, declared) is large
+    for other in (Buffer("x", (3, 2), FLOAT32), Buffer("y", (5, 4), FLOAT32), Buffer("x", (5, 4), INT32)):
+        assert not np.shares_memory(buffers.get(empty, other, (3, 2)), large)
     assert sum(x.nbytes for x in buffers.arrays()) == sum(x.nbytes for x in made)
 
 
-def test_a_room_that_is_too_small_is_an_error():
+def test_an_array_larger_than_its_buffer_is_an_error():
     with pytest.raises(ValueError, match="cannot reshape"):
-        Buffers().get(np.empty, "x", (6, 4), np.float32, (5, 4))
+        Buffers().get(np.empty, Buffer("x", (5, 4), FLOAT32), (6, 4))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from thdattn.engines import cuda, reference
     from thdattn.kv_cache import KVCache
     from thdattn.packing import PackedBatch
-    from thdattn.plan.memory import Bytes, Layer
+    from thdattn.plan.buffers import Buffer
+    from thdattn.plan.memory import Layer
     from thdattn.plan.plan import Plan, PlanArrays
     from thdattn.sharding import Sharding
 
@@ -176,9 +177,9 @@ class Engine(Protocol):
 
     def rounded(self, x: Array, dtype: DTypeLike) -> Array: ...
 
-    def forward_bytes(self, plan: Plan, layer: Layer) -> Bytes: ...
+    def forward_buffers(self, plan: Plan, layer: Layer) -> list[Buffer]: ...
 
-    def backward_bytes(self, plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes: ...
+    def backward_buffers(self, plan: Plan, layer: Layer, sum_dtype: np.dtype[Any], where: str) -> list[Buffer]: ...
 
     # Rows between the orders and ranks.
     def to_sequence_order(
@@ -194,7 +195,7 @@ class Engine(Protocol):
 
     def add_partials(self, own: Pair, back: Pair, plan: Plan, results: Pair) -> None: ...
 
-    def without_padding(self, arrays: Pair, names: Sequence[str], plan: Plan) -> list[Array]: ...
+    def without_padding(self, arrays: Pair, buffers: Sequence[Buffer], plan: Plan) -> list[Array]: ...
 
     # Decoding.
     def attn_decode(

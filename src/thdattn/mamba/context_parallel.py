@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
-from thdattn.plan.memory import Memory, num_bytes
+from thdattn.plan.buffers import Buffer, bytes_by_name, total_bytes
+from thdattn.plan.memory import Memory
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -83,24 +84,32 @@ def forward(
 
 def memory(engine: MixerEngine, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -> Memory:
     """Return the bytes that forward and backward allocate for a mixer with this plan, which needs no arrays."""
-    rows, dtype, sums = plan.local_rows, shape.dtype, shape.sum_dtype
-    of_inner = num_bytes((rows, shape.d_inner), dtype)
-    zxbcdt, ends = num_bytes((rows, shape.columns), dtype), (shape.reach, shape.channels)
-    states = num_bytes((-(-rows // engine.mixer_segment_rows), *shape.state), sums)
-    forward = {"plan": plan.engine.plan_bytes(plan)} | engine.mixer_forward_bytes(plan, shape)
-    backward = engine.mixer_backward_bytes(plan, shape)
-    saved = {"zxbcdt": zxbcdt, "out": of_inner, "y": of_inner, "states": states}
-    (saved if keep else forward)["activations"] = engine.mixer_conv_bytes(plan, shape)
+    rows, segments = plan.local_rows, -(-plan.local_rows // engine.mixer_segment_rows)
+    zxbcdt = Buffer("zxbcdt", (rows, shape.columns), shape.dtype)
+    work, backward = engine.mixer_forward_buffers(plan, shape), engine.mixer_backward_buffers(plan, shape)
+    saved = [zxbcdt, *[Buffer(name, (rows, shape.d_inner), shape.dtype) for name in ("out", "y")],
+             Buffer("states", (segments, *shape.state), shape.sum_dtype)]  # fmt: skip
+    (saved if keep else work).extend(engine.mixer_activations(plan, shape))
+    windows = {}
     if comm.size > 1:
-        halo, summary = num_bytes(ends, dtype), num_bytes((1, shape.summary), sums)
-        there, back = (halo, summary), (summary, num_bytes(ends, sums))
-        saved["rows in front"] = halo
-        forward["rows and states of ranks"], backward["their gradients"] = (comm.size * sum(x) for x in (there, back))
-        windows = [comm.gather_bytes([size], 1) for size in (*there, *back)]
+        halo = Buffer("rows in front", (shape.reach, shape.channels), shape.dtype)
+        summary = Buffer("summary", (1, shape.summary), shape.sum_dtype)
+        there = [_of_ranks("rows", plan, halo), _of_ranks("states", plan, summary)]
+        back = [_of_ranks("gradients of states", plan, summary),
+                _of_ranks("gradients of rows", plan, halo._replace(dtype=shape.sum_dtype))]  # fmt: skip
+        saved, work, backward = [*saved, halo], work + there, backward + back
+        sizes = [comm.gather_bytes([x.nbytes // comm.size], 1) for x in (*there, *back)]
         # All exchanges share one window, which grows to the largest.
-        forward |= {name: max(each[name] for each in windows) for name in windows[0]}
-    dweights = sum(num_bytes(of_one, sums) for of_one in shape.weights)
-    return Memory(forward, backward, saved, {"dzxbcdt": zxbcdt, "dweights": dweights})
+        windows = {name: max(each[name] for each in sizes) for name in sizes[0]}
+    forward = {"plan": plan.engine.plan_bytes(plan)} | bytes_by_name(work) | windows
+    dweights = total_bytes(Buffer("dweights", of_one, shape.sum_dtype) for of_one in shape.weights)
+    return Memory(forward, bytes_by_name(backward), bytes_by_name(saved),
+                  {"dzxbcdt": zxbcdt.nbytes, "dweights": dweights})
+
+
+def _of_ranks(name: str, plan: Plan, send: Any) -> Buffer:
+    """Declare the arrays of all ranks, one behind the other, for a gather of an array or buffer."""
+    return Buffer(f"{name} of ranks", (plan.cp_size * send.shape[0], *send.shape[1:]), send.dtype)
 
 
 def activations(
@@ -155,7 +164,7 @@ def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]
 
     Through peer memory the rows of this rank itself are missing, as no rank reads its own.
     """
-    recv = plan.buffer(f"{name} of ranks", (comm.size * len(send), *send.shape[1:]), send.dtype)
+    recv = plan.buffer(_of_ranks(name, plan, send))
     (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]], at_once=False)
     return recv, Pending(arrival.wait, recv)
 

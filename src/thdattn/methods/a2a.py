@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.engines import Array, BackwardInputs, ForwardInputs
 from thdattn.methods.base import Method, MethodOptions, Results, joined, lse_dtype
-from thdattn.plan.memory import Layer, Memory, num_bytes
+from thdattn.plan.buffers import pair_of, total_bytes
+from thdattn.plan.memory import Layer, Memory
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -131,17 +131,17 @@ def memory(comm: Ranks, plan: Plan, layer: Layer, outer: Method | None = None) -
         num_heads=here.share, num_kv_heads=there.share, groups=(there.share,),
         keeps_keys=layer.keeps_keys and not alone))
 
-    def of(num_rows: int, num_heads: int, dtype: DTypeLike = layer.dtype) -> list[int]:
-        return [num_bytes((num_rows, num_heads, width), dtype) for width in plan.head_dims]
+    def keys_of(num_rows: int, num_heads: int, dtype: np.dtype[Any]) -> int:
+        return total_bytes(pair_of("keys", (num_rows, num_heads), plan.head_dims, dtype))
 
-    (queries, outs), (keys, values) = of(rows, layer.num_heads), of(rows, layer.num_kv_heads)
     lse_type, ahead = lse_dtype(layer.dtype), min(groups, 2)  # while one group is computed, the next is on its way
-    lse = num_bytes((layer.num_heads, rows), lse_type)
+    its = layer.memory(plan, {}, {}).saved
     # Of a group's heads of all rows: what comes, what goes back, what comes in the backward, and what goes back then.
-    qkv, results = queries // groups + sum(of(size * rows, there.share)), (outs + lse) // groups
-    asked = outs // groups + (0 if layer.keeps_keys else qkv + results)
-    sums = sum(of(size * rows, there.share, lse_type if there.sharers > 1 else layer.dtype))
-    grads = queries // groups + sums
+    qkv = its["q"] // groups + keys_of(size * rows, there.share, layer.dtype)
+    results = (its["out"] + its["lse"]) // groups
+    asked = its["out"] // groups + (0 if layer.keeps_keys else qkv + results)
+    sums = keys_of(size * rows, there.share, lse_type if there.sharers > 1 else layer.dtype)
+    grads = its["q"] // groups + sums
     most, heads = max(qkv, results, asked, grads), 0 if layer.keeps_keys else ahead * qkv + results
 
     sizes = most // size * (1 - np.eye(size, dtype=np.int64))
@@ -156,12 +156,12 @@ def memory(comm: Ranks, plan: Plan, layer: Layer, outer: Method | None = None) -
     elif alone and plan.core.key_rows < size * rows:
         backward["gradients behind which zeros are put"] = sums
     if there.sharers > 1:
-        backward["partial sums of dk and dv of ranks"] = sum(of(rows, size, lse_type))
-    saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
+        backward["partial sums of dk and dv of ranks"] = keys_of(rows, size, lse_type)
+    kept = {}
     if layer.keeps_keys:
-        saved["kept heads"] = groups * (qkv + results)
-        saved |= {name: groups * x for name, x in inside.saved.items() if name == "kept keys"}
-    return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+        kept["kept heads"] = groups * (qkv + results)
+        kept |= {name: groups * x for name, x in inside.saved.items() if name == "kept keys"}
+    return layer.memory(plan, forward, backward, kept)
 
 
 def _between_groups(options: MethodOptions, outer: Comm) -> MethodOptions:

@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import DTypeLike
+import numpy as np
 
 from thdattn.comm import Arrival
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
 from thdattn.methods.base import MethodOptions, Results, joined, lse_dtype
-from thdattn.plan.memory import Layer, Memory, num_bytes
-from thdattn.plan.owners import places_of_keys
+from thdattn.plan.buffers import Buffer, bytes_by_name, pair_of, total_bytes
+from thdattn.plan.memory import Layer, Memory
+from thdattn.plan.owners import owners_bytes, places_of_keys
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -98,11 +99,11 @@ class GatheredKV:
 
     def _places(self, k: Array, v: Array, keep: bool) -> list[Array]:
         """Return arrays for a group's keys and values: new ones, or those of the group with most heads."""
-        rows, most = self.plan.key_rows, max(self.heads)
+        plan = self.plan
+        shapes = [(plan.key_rows, *x.shape[1:]) for x in (k, v)]
         if keep:
-            return [self.plan.engine.empty((rows, *x.shape[1:]), x.dtype) for x in (k, v)]
-        return [self.plan.buffer(name, (rows, *x.shape[1:]), x.dtype, (rows, most, x.shape[2]))
-                for name, x in (("k", k), ("v", v))]
+            return [plan.engine.empty(shape, k.dtype) for shape in shapes]
+        return [*map(plan.buffer, plan.key_buffers(max(self.heads), k.dtype), shapes)]
 
 
 def gather(
@@ -124,7 +125,7 @@ def gather(
         return GatheredKV(k, v, plan, [Arrival([[k], [v]])], True, given)
     turns = _turns.setdefault(plan, _Turns())
     turn = turns.next(plan.engine.capture() is not None, at_once)
-    places: Sequence[Any] = _Places(plan, turn, k, v, head_groups or (k.shape[1],))
+    places: Sequence[Any] = _Places(plan, turn, head_groups or (k.shape[1],), k.dtype)
     if not at_once:
         places = [*places]  # all are asked for: before other ranks count on this one
     keys = GatheredKV(k, v, plan, comm.gather_heads((k, v), places, at_once), False, given)
@@ -134,30 +135,28 @@ def gather(
 
 def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     """Return the bytes of all buffers of gather, forward and backward; see Method."""
-    groups, dims, sum_dtype, engine = layer.groups, plan.head_dims, lse_dtype(layer.dtype), plan.engine
+    engine, groups, sum_dtype = plan.engine, layer.groups, lse_dtype(layer.dtype)
     in_place = int(comm.overlaps)  # the first group of keys
-    num_gathered = comm.size * plan.local_key_rows
-
-    def rows_of(num_rows: int, heads: int, dtype: DTypeLike) -> list[int]:
-        return [num_bytes((num_rows, heads, width), dtype) for width in dims]
-
-    queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
-    keys, values = sends = rows_of(plan.local_key_rows, layer.num_kv_heads, layer.dtype)
-    forward = {"plan": engine.plan_bytes(plan)}
-    forward["keys in rank order"] = sum(rows_of(num_gathered, sum(groups[in_place:]), layer.dtype))
-    forward |= comm.gather_bytes(sends, len(groups))
-    backward = comm.sum_bytes([rows_of(num_gathered, heads, sum_dtype) for heads in groups])
+    work = [buffer for group, heads in [*enumerate(groups)][in_place:]
+            for buffer in gathered_buffers(plan, 0, group, heads, layer.dtype)]  # fmt: skip
+    kept = plan.key_buffers(layer.num_kv_heads, layer.dtype) if layer.keeps_keys else []
+    if not kept:
+        work += plan.key_buffers(max(groups), layer.dtype)
+    own_rows = pair_of("own rows", (plan.local_key_rows, layer.num_kv_heads), plan.head_dims, layer.dtype)
+    forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work + engine.forward_buffers(plan, layer))
+    forward |= comm.gather_bytes([buffer.nbytes for buffer in own_rows], len(groups))
+    backward = bytes_by_name(engine.backward_buffers(plan, layer, sum_dtype, "own" if in_place else "made"))
+    backward |= comm.sum_bytes([
+        [buffer.nbytes for buffer in gathered_buffers(plan, 0, 0, heads, sum_dtype)] for heads in groups])
     if in_place:
-        backward["owners of keys"] = 4 * (2 * (plan.key_rows + 1 + num_gathered) + plan.local_key_rows)
-    if not layer.keeps_keys:
-        forward["keys in sequence order"] = sum(rows_of(plan.key_rows, max(groups), layer.dtype))
-    forward |= engine.forward_bytes(plan, layer)
-    backward |= engine.backward_bytes(plan, layer, sum_dtype, "own" if in_place else "made")
-    saved = {"q": queries, "k": keys, "v": values, "out": outs,
-             "lse": num_bytes((layer.num_heads, plan.local_rows), lse_dtype(layer.dtype))}  # fmt: skip
-    if layer.keeps_keys:
-        saved["kept keys"] = sum(rows_of(plan.key_rows, layer.num_kv_heads, layer.dtype))
-    return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+        backward["owners of keys"] = owners_bytes(plan)
+    return layer.memory(plan, forward, backward, {"kept keys": total_bytes(kept)} if kept else {})
+
+
+def gathered_buffers(plan: Plan, turn: int, group: int, heads: int, dtype: np.dtype[Any]) -> list[Buffer]:
+    """Declare the keys and values of all ranks, or their gradients, in rank order, of one group of heads."""
+    rows = plan.cp_size * plan.local_key_rows
+    return pair_of("keys in rank order", (rows, heads), plan.head_dims, dtype, turn, group)
 
 
 class _Turns:
@@ -196,8 +195,8 @@ class _Turns:
 class _Places(Sequence[list[Array]]):
     """Buffers for the gathered keys and values of each group, made when they are asked for."""
 
-    def __init__(self, plan: Plan, turn: int, k: Array, v: Array, head_groups: tuple[int, ...]) -> None:
-        self._plan, self._turn, self._arrays, self._groups = plan, turn, (k, v), head_groups
+    def __init__(self, plan: Plan, turn: int, head_groups: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._plan, self._turn, self._groups, self._dtype = plan, turn, head_groups, dtype
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -205,9 +204,8 @@ class _Places(Sequence[list[Array]]):
     def __getitem__(self, group: Any) -> list[Array]:
         if not 0 <= group < len(self):
             raise IndexError(group)
-        rows, heads = self._plan.cp_size * self._plan.local_key_rows, self._groups[group]
-        return [self._plan.buffer(f"{name} of ranks {self._turn} {group}", (rows, heads, x.shape[2]), x.dtype)
-                for name, x in zip("kv", self._arrays, strict=True)]  # fmt: skip
+        plan, heads = self._plan, self._groups[group]
+        return [*map(plan.buffer, gathered_buffers(plan, self._turn, group, heads, self._dtype))]
 
 
 def forward(

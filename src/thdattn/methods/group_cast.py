@@ -14,6 +14,7 @@ Source: MagiAttention, arXiv:2505.13211, group collectives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
 from thdattn.methods.base import MethodOptions, Results, lse_dtype
-from thdattn.plan.memory import Layer, Memory, num_bytes
+from thdattn.plan.buffers import Buffer, bytes_by_name, pair_of, total_bytes
+from thdattn.plan.memory import Layer, Memory
 
 if TYPE_CHECKING:
     from thdattn.balance import Ints
@@ -104,32 +106,21 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     assert plan.routes is not None
     routes, heads, sum_dtype = plan.routes, layer.num_kv_heads, lse_dtype(layer.dtype)
 
-    def rows_of(num_rows: int, num_heads: int, dtype: Any) -> list[int]:
-        return [num_bytes((num_rows, num_heads, width), dtype) for width in plan.head_dims]
+    def messages(name: str, dtype: np.dtype[Any]) -> list[Buffer]:
+        return [*_sent(name, plan, heads, dtype), *_received(name, plan, heads, dtype)]
 
-    queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
-    keys, values = rows_of(plan.local_rows, heads, layer.dtype)
-    alone = plan.is_apart
-    there = 0 if plan.needs_own_rows else sum(rows_of(plan.key_rows, heads, layer.dtype))
-    lse = num_bytes((layer.num_heads, plan.local_rows), sum_dtype)
-    messages = routes.num_sent + routes.num_received
-    row_bytes = sum(rows_of(1, heads, layer.dtype)), sum(rows_of(1, heads, sum_dtype))
-    windows = [comm.exchange_bytes(table * size, 0) for table, size in zip((routes.table, routes.table.T), row_bytes,
-                                                                            strict=True)]  # fmt: skip
-    forward = {"plan": plan.engine.plan_bytes(plan), "rows under way": messages * row_bytes[0]}
+    engine, layer, alone = plan.engine, layer._replace(groups=(heads,)), plan.is_apart
+    windows = [comm.exchange_bytes(table * heads * sum(plan.head_dims) * dtype.itemsize, 0)
+               for table, dtype in ((routes.table, layer.dtype), (routes.table.T, sum_dtype))]  # fmt: skip
+    needed = [] if plan.needs_own_rows else plan.key_buffers(heads, layer.dtype)
+    work = messages("rows under way", layer.dtype) + engine.forward_buffers(plan, layer)
+    forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work if layer.keeps_keys else needed + work)
     forward |= {name: max(each.get(name, 0) for each in windows) for name in windows[1]}  # one for both, as it grows
-    if not layer.keeps_keys:
-        forward["needed keys"] = there
-    layer = layer._replace(groups=(heads,))
-    forward |= plan.engine.forward_bytes(plan, layer)
-    backward = {"partial sums under way": messages * row_bytes[1]}
-    backward |= plan.engine.backward_bytes(plan, layer, layer.dtype if alone else sum_dtype, "made")
+    sums = engine.backward_buffers(plan, layer, layer.dtype if alone else sum_dtype, "made")
+    backward = bytes_by_name(messages("partial sums under way", sum_dtype) + sums)
     if alone:
         backward.pop("partial sums of dk and dv", None)  # which are dk and dv
-    saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
-    if layer.keeps_keys:
-        saved["kept keys"] = there
-    return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+    return layer.memory(plan, forward, backward, {"kept keys": total_bytes(needed)} if layer.keeps_keys else {})
 
 
 def is_worth_overlapping(comm: Comm, num_rows: int, like: Pair, dtype: DTypeLike) -> bool:
@@ -147,8 +138,8 @@ def _send(
     """
     assert plan.routes is not None
     engine, routes = plan.engine, plan.routes
-    sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
-                    for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
+    sends, recvs = ([*map(plan.buffer, rows("rows under way", plan, k.shape[1], k.dtype))]
+                    for rows in (_sent, _received))
     if routes.num_sent:
         engine.pack_rows((k, v), plan.arrays.sends, sends)
     wait = _exchange(comm, plan, sends, recvs, k.dtype)
@@ -158,8 +149,8 @@ def _send(
             return k, v
 
         return (k, v), sent
-    keys, values = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
-        plan, "needed", plan.key_rows, (k, v), k.dtype)
+    declared = plan.key_buffers(k.shape[1], k.dtype)
+    keys, values = [engine.empty(x.shape, x.dtype) for x in declared] if keep else map(plan.buffer, declared)
     into = keys, values
     theirs, mine = _places(plan)
     engine.place_rows((k, v), mine, plan, into)  # while rows arrive
@@ -196,7 +187,7 @@ def _send_back(comm: Comm, plan: Plan, partials: Pair) -> tuple[list[Array], Wai
     assert plan.routes is not None
     engine, routes = plan.engine, plan.routes
     sum_dtype = lse_dtype(partials[0].dtype)  # also where this rank has nothing to add
-    sends = _buffers(plan, "partial sums sent", routes.num_received, partials, sum_dtype)
+    sends = [*map(plan.buffer, _received("partial sums under way", plan, partials[0].shape[1], sum_dtype))]
     recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in partials]
     if routes.num_received:
         engine.pack_rows(partials, _places(plan)[0], sends)
@@ -204,9 +195,16 @@ def _send_back(comm: Comm, plan: Plan, partials: Pair) -> tuple[list[Array], Wai
     return recvs, wait
 
 
-def _buffers(plan: Plan, name: str, num_rows: int, like: Pair, dtype: DTypeLike) -> list[Array]:
-    """Return work buffers for rows of keys and of values."""
-    return [plan.buffer(f"{kind} {name}", (num_rows, *x.shape[1:]), dtype) for kind, x in zip("kv", like, strict=True)]
+def _sent(name: str, plan: Plan, heads: int, dtype: np.dtype[Any]) -> list[Buffer]:
+    """Declare rows of keys and values, or of their gradients, that this rank has and other ranks need."""
+    assert plan.routes is not None
+    return pair_of(name, (plan.routes.num_sent, heads), plan.head_dims, dtype, "sent")
+
+
+def _received(name: str, plan: Plan, heads: int, dtype: np.dtype[Any]) -> list[Buffer]:
+    """Declare rows of keys and values, or of their gradients, that this rank needs and other ranks have."""
+    assert plan.routes is not None
+    return pair_of(name, (plan.routes.num_received, heads), plan.head_dims, dtype, "received")
 
 
 def _exchange(
@@ -241,4 +239,4 @@ def _cut(num_rows: Ints) -> SliceSpec:
 
 def _row_bytes(like: Pair, dtype: DTypeLike) -> int:
     """Return the bytes of a row of keys and one of values."""
-    return sum(num_bytes(x.shape[1:], dtype) for x in like)
+    return int(sum(math.prod(x.shape[1:]) for x in like) * np.dtype(dtype).itemsize)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
-from thdattn.methods.base import MethodOptions, Results, lse_dtype
-from thdattn.plan.memory import Layer, Memory, num_bytes
+from thdattn.methods.base import MethodOptions, Results
+from thdattn.plan.buffers import bytes_by_name
+from thdattn.plan.memory import Layer, Memory
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -45,30 +46,24 @@ def backward(
 
 def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     """Return the bytes of all buffers; see Method."""
-    def rows_of(num_rows: int, num_heads: int) -> list[int]:
-        return [num_bytes((num_rows, num_heads, width), layer.dtype) for width in plan.head_dims]
-
-    queries, outs = rows_of(plan.local_rows, layer.num_heads)
-    keys, values = rows_of(plan.local_key_rows, layer.num_kv_heads)
-    layer = layer._replace(groups=(layer.num_kv_heads,))
-    forward = {"plan": plan.engine.plan_bytes(plan)}
-    if plan.has_unseen_keys:
-        forward["keys in sequence order"] = sum(rows_of(plan.key_rows, layer.num_kv_heads))
-    forward |= plan.engine.forward_bytes(plan, layer)
-    backward = plan.engine.backward_bytes(plan, layer, layer.dtype, "made")
+    engine, layer = plan.engine, layer._replace(groups=(layer.num_kv_heads,))
+    work = plan.key_buffers(layer.num_kv_heads, layer.dtype) if plan.has_unseen_keys else []
+    forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work + engine.forward_buffers(plan, layer))
+    backward = bytes_by_name(engine.backward_buffers(plan, layer, layer.dtype, "made"))
     backward.pop("partial sums of dk and dv", None)  # which are dk and dv
-    lse = num_bytes((layer.num_heads, plan.local_rows), lse_dtype(layer.dtype))
-    saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
-    return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+    return layer.memory(plan, forward, backward)
 
 
 def _in_sequence_order(inputs: _Inputs, keys: GatheredKV | None) -> _Inputs:
     """Return inputs whose keys and values have neither fillers at the end nor what padding held."""
     if keys is not None:
         keys.used = True
-    k, v, plan = inputs.k, inputs.v, inputs.plan
+    k: Array = inputs.k
+    v: Array = inputs.v
+    plan: Plan = inputs.plan
     if plan.has_unseen_keys:
-        k, v = plan.engine.to_sequence_order([[k], [v]], plan)
+        into = [*map(plan.buffer, plan.key_buffers(k.shape[1], k.dtype))]
+        k, v = plan.engine.to_sequence_order([[k], [v]], plan, into)
     elif len(k) == plan.key_rows:
         return inputs
     else:

@@ -19,21 +19,22 @@ Source: Ring Attention, arXiv:2310.01889.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from thdattn.comm import no_wait
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
 from thdattn.methods.base import MethodOptions, Results, lse_dtype
-from thdattn.plan.memory import Bytes, Layer, Memory, num_bytes
+from thdattn.plan.buffers import Buffer, bytes_by_name, pair_of, total_bytes
+from thdattn.plan.memory import Layer, Memory
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
     from thdattn.plan.plan import Plan
-
 
 
 def forward(
@@ -42,7 +43,7 @@ def forward(
     """Compute attention of this rank's query rows over the keys of all ranks; see Method."""
     q, k, v, plan, sinks = inputs
     engine, (rows, num_heads, _), dtype = plan.engine, q.shape, lse_dtype(q.dtype)
-    merged = plan.buffer("out in float32", (rows, num_heads, v.shape[2]), dtype)
+    merged = plan.buffer(_accumulators(plan, num_heads, dtype)[0])
     lse = engine.empty((num_heads, rows), dtype)
     merged[...], lse[...] = 0, _lse_without_keys(plan, sinks)
     outputs, largest = ForwardOutputs((merged, lse), accumulate=True, max_logit=max_logit), None
@@ -68,15 +69,16 @@ def backward(
     """
     dout, q, k, v, out, lse, plan = inputs
     engine, dtype = plan.engine, lse_dtype(q.dtype)
-    dq = plan.buffer("dq in float32", q.shape, dtype)
+    dq = plan.buffer(_accumulators(plan, q.shape[1], dtype)[1])
     dq[...] = 0
     slices = _slices(comm, plan, k, v)
     own = next(slices)
+    buffers = partial(_buffers, "sums of dk and dv", plan, k.shape[1], dtype)
     sums: Pair = []
     for step, (part, (k, v)) in enumerate(chain(slices, [own])):
-        received = _buffers(plan, "sums", (k, v), dtype) if sums else []
+        received = buffers(2) if sums else []
         wait = _pass_on(comm, sums, received)
-        outputs = BackwardOutputs(dtype, dq, _buffers(plan, f"partial sums {step % 2}", (k, v), dtype), accumulate=True)
+        outputs = BackwardOutputs(dtype, dq, buffers(step % 2), accumulate=True)
         _, *partials = engine.attn_bwd(BackwardInputs(dout, q, k, v, out, lse, part), options.attention, outputs)
         wait()
         if received:
@@ -90,28 +92,35 @@ def backward(
 
 def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     """Return the bytes of all buffers, except for some integers per tile and slice; see Method."""
-    engine, part = plan.engine, plan.slice_of(plan.cp_rank)
-    dtype, hops = lse_dtype(layer.dtype), comm.size - 1
-
-    def rows_of(heads: int, dtype: DTypeLike) -> list[int]:
-        return [num_bytes((plan.local_rows, heads, width), dtype) for width in plan.head_dims]
-
-    queries, outs = rows_of(layer.num_heads, layer.dtype)
-    keys, values = rows_of(layer.num_kv_heads, layer.dtype)
-    float32_queries, float32_outs = rows_of(layer.num_heads, dtype)
-    sums = sum(rows_of(layer.num_kv_heads, dtype))
-    forward = {"plan": engine.plan_bytes(plan) + comm.size * engine.plan_bytes(part), "out in float32": float32_outs}
-    forward["slices of keys"] = min(hops, 2) * (keys + values)
+    engine, part, dtype = plan.engine, plan.slice_of(plan.cp_rank), lse_dtype(layer.dtype)
+    out, dq = _accumulators(plan, layer.num_heads, dtype)
+    keys = partial(_slice, "slices of keys", plan, layer.num_kv_heads, layer.dtype)
+    sums = partial(_slice, "sums of dk and dv", plan, layer.num_kv_heads, dtype)
+    work = [out, *chain(*map(keys, range(min(comm.size - 1, 2)))), *engine.forward_buffers(part, layer)]
     if plan.has_masked_out_queries:
-        forward["own keys without padding"] = keys + values
-    backward = {"dq in float32": float32_queries, "sums of dk and dv": min(1 + 2 * hops, 3) * sums}
-    forward |= engine.forward_bytes(part, layer)
-    backward |= engine.backward_bytes(part, layer, dtype, "given")
-    windows: list[Bytes] = [comm.exchange_bytes(_hop_sizes(comm.size, size), 0) for size in (keys + values, sums)]
+        work += _slice("own keys without padding", plan, layer.num_kv_heads, layer.dtype)
+    forward = {"plan": engine.plan_bytes(plan) + comm.size * engine.plan_bytes(part)} | bytes_by_name(work)
+    every_sum = chain(*map(sums, range(min(2 * comm.size - 1, 3))))
+    backward = bytes_by_name([dq, *every_sum, *engine.backward_buffers(part, layer, dtype, "given")])
+    windows = [comm.exchange_bytes(_hop_sizes(comm.size, total_bytes(hop())), 0) for hop in (keys, sums)]
     forward |= {name: max(each.get(name, 0) for each in windows) for name in windows[1]}  # one for both, as it grows
-    saved = {"q": queries, "k": keys, "v": values, "out": outs,
-             "lse": num_bytes((layer.num_heads, plan.local_rows), dtype)}  # fmt: skip
-    return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+    return layer.memory(plan, forward, backward)
+
+
+def _accumulators(plan: Plan, num_heads: int, dtype: np.dtype[Any]) -> tuple[Buffer, Buffer]:
+    """Declare out and dq, to which slice after slice is added."""
+    dq, out = pair_of("", (plan.local_rows, num_heads), plan.head_dims, dtype)
+    return out._replace(name="out of all slices"), dq._replace(name="dq of all slices")
+
+
+def _slice(name: str, plan: Plan, num_kv_heads: int, dtype: np.dtype[Any], number: int = 0) -> list[Buffer]:
+    """Declare the keys and values of a rank, or their gradients."""
+    return pair_of(name, (plan.local_rows, num_kv_heads), plan.head_dims, dtype, number)
+
+
+def _buffers(name: str, plan: Plan, num_kv_heads: int, dtype: np.dtype[Any], number: int) -> list[Array]:
+    """Return the arrays of a _slice."""
+    return [plan.buffer(x) for x in _slice(name, plan, num_kv_heads, dtype, number)]
 
 
 def _lse_without_keys(plan: Plan, sinks: Array | None) -> Any:
@@ -126,9 +135,11 @@ def _slices(comm: Comm, plan: Plan, k: Array, v: Array) -> Iterator[tuple[Plan, 
     """Yield slice after slice with its plan, this rank's first, and receive the next while the caller computes."""
     keys: Pair = k, v
     if plan.has_masked_out_queries:
-        keys = plan.engine.without_padding(keys, ("own k", "own v"), plan)
+        keys = plan.engine.without_padding(keys, _slice("own keys without padding", plan, k.shape[1], k.dtype), plan)
     for step in range(comm.size):
-        coming = _buffers(plan, f"slice {step % 2}", keys, k.dtype) if step + 1 < comm.size else []
+        coming: Pair = []
+        if step + 1 < comm.size:
+            coming = _buffers("slices of keys", plan, k.shape[1], k.dtype, step % 2)
         wait = _pass_on(comm, keys if coming else [], coming)
         part = plan.slices[(comm.rank - step) % comm.size]
         part.enter()
@@ -146,11 +157,6 @@ def _pass_on(comm: Comm, sends: Pair, recvs: Pair) -> Callable[[], None]:
     return comm.exchange([(x, right) for x in sends], [(x, left) for x in recvs], sizes)
 
 
-def _hop_sizes(cp_size: int, num_bytes: int) -> NDArray[np.int64]:
+def _hop_sizes(cp_size: int, hop_bytes: int) -> NDArray[np.int64]:
     """Return (cp_size, cp_size) bytes that each rank sends to each other in a hop: to the next one alone."""
-    return num_bytes * np.roll(np.eye(cp_size, dtype=np.int64), 1, axis=1) * (cp_size > 1)
-
-
-def _buffers(plan: Plan, name: str, like: Pair, dtype: DTypeLike) -> list[Array]:
-    """Return work buffers of a name for keys and for values."""
-    return [plan.buffer(f"{name} {which}", x.shape, dtype) for which, x in zip("kv", like, strict=True)]
+    return hop_bytes * np.roll(np.eye(cp_size, dtype=np.int64), 1, axis=1) * (cp_size > 1)

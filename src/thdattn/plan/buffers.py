@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 T = TypeVar("T")
+Bytes = dict[str, int]  # by name of the buffer
+FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
 
 
 class Kept:
@@ -44,27 +46,62 @@ class Kept:
         return [*self._made.values()]
 
 
+class Buffer(NamedTuple):
+    """Declaration of a buffer: calls allocate it, and Memory counts it.
+
+    name: as Memory lists it.
+    part: tells buffers of one name apart, such as those of keys and of values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    part: Hashable = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def pair_of(
+    name: str, rows_heads: tuple[int, int], widths: tuple[int, int], dtype: np.dtype[Any], *part: Hashable
+) -> list[Buffer]:
+    """Declare two buffers (rows, heads, width): keys and values, or q and out, or their gradients."""
+    return [Buffer(name, (*rows_heads, width), dtype, (i, *part)) for i, width in enumerate(widths)]
+
+
+def total_bytes(buffers: Iterable[Buffer]) -> int:
+    """Return the bytes of all buffers."""
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def bytes_by_name(buffers: Iterable[Buffer]) -> Bytes:
+    """Return the bytes of all buffers of each name."""
+    sizes: Bytes = {}
+    for buffer in buffers:
+        sizes[buffer.name] = sizes.get(buffer.name, 0) + buffer.nbytes
+    return sizes
+
+
 class Buffers:
-    """Arrays by name, shape and dtype. They are never freed, enlarged or moved: CUDA graphs keep their addresses."""
+    """Arrays by their declarations. They are never freed, enlarged or moved: CUDA graphs keep their addresses."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, Any] = {}
+        self._made: dict[Buffer, Any] = {}
         self._views: dict[Any, Any] = {}  # cached, because a new view takes time
 
     def get(
-        self, empty: Callable[[tuple[int, ...], DTypeLike], Any], name: str, shape: tuple[int, ...], dtype: DTypeLike,
-        room: tuple[int, ...] | None = None,
+        self, empty: Callable[[tuple[int, ...], DTypeLike], Any], buffer: Buffer, shape: tuple[int, ...] | None = None
     ) -> Any:
-        """Return the buffer, see Plan.buffer. empty: allocates an array of a shape and dtype."""
-        key = name, shape, np.dtype(dtype)
-        if room is None or room == shape:
-            if key not in self._made:
-                self._made[key] = empty(shape, dtype)
-            return self._made[key]
-        if (key, room) not in self._views:
-            whole = self.get(empty, name, room, dtype).reshape(-1)
-            self._views[key, room] = whole[: math.prod(shape)].reshape(shape)
-        return self._views[key, room]
+        """Return the array, see Plan.buffer. empty: allocates an array of a shape and dtype."""
+        if shape is None or shape == buffer.shape:
+            if buffer not in self._made:
+                self._made[buffer] = empty(buffer.shape, buffer.dtype)
+            return self._made[buffer]
+        if (buffer, shape) not in self._views:
+            self._views[buffer, shape] = self.get(empty, buffer).reshape(-1)[: math.prod(shape)].reshape(shape)
+        return self._views[buffer, shape]
 
     def arrays(self) -> list[Any]:
         """Return every allocated array once."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-Bytes = dict[str, int]  # by name of the buffer
+from thdattn.plan.buffers import Buffer, Bytes, pair_of
+
+if TYPE_CHECKING:
+    from thdattn.plan.plan import Plan
 
 
 def group_heads(groups: Iterable[int], each: int) -> list[tuple[int, int]]:
@@ -41,6 +42,25 @@ class Layer(NamedTuple):
     def group_heads(self) -> list[tuple[int, int]]:
         """(query heads, kv heads) of each size of group, ascending: one for each kind of launch."""
         return group_heads(self.groups, self.num_heads // self.num_kv_heads)
+
+    @property
+    def most_heads(self) -> tuple[int, int]:
+        """(query heads, kv heads) of the largest group."""
+        return self.group_heads[-1]
+
+    def memory(self, plan: Plan, forward: Bytes, backward: Bytes, kept: Bytes | None = None) -> Memory:
+        """Return the memory of a layer with this plan.
+
+        Args:
+            forward, backward: as Memory has them.
+            kept: bytes of what the method keeps for the backward, by name.
+        """
+        lse = Buffer("lse", (self.num_heads, plan.local_rows), np.promote_types(self.dtype, np.float32))
+        q, out = pair_of("q", (plan.local_rows, self.num_heads), plan.head_dims, self.dtype)
+        k, v = pair_of("k", (plan.local_key_rows, self.num_kv_heads), plan.head_dims, self.dtype)
+        saved = {"q": q.nbytes, "k": k.nbytes, "v": v.nbytes, "out": out.nbytes, "lse": lse.nbytes}
+        grads = {"dq": q.nbytes, "dk": k.nbytes, "dv": v.nbytes}
+        return Memory(forward, backward, saved | (kept or {}), grads)
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,11 +124,6 @@ class Memory(Mapping[str, int]):
 
     def _parts(self) -> tuple[Bytes, ...]:
         return self.forward, self.backward, self.saved, self.grads
-
-
-def num_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Return the bytes of an array."""
-    return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 def in_units(size: int) -> str:

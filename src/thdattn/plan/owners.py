@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from thdattn.plan.memory import Bytes, Layer, num_bytes
+from thdattn.plan.buffers import Buffer, pair_of
+from thdattn.plan.memory import Layer
 from thdattn.plan.plan import Plan
 
 
@@ -41,12 +41,16 @@ def places_of_keys(plan: Plan) -> tuple[Any, Any]:
     return found
 
 
-def partials_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
-    """Return the bytes of a rank's partial sums of dk and dv, for one group of heads at a time.
+def owners_bytes(plan: Plan) -> int:
+    """Return the bytes of the arrays of places_of_keys."""
+    return 4 * (2 * (plan.key_rows + 1 + plan.cp_size * plan.local_key_rows) + plan.local_key_rows)
 
-    On one rank the partial sums are the results. where: see reference.backward_bytes.
+
+def partials_of_keys(plan: Plan, layer: Layer, sum_dtype: np.dtype[Any], where: str) -> list[Buffer]:
+    """Declare a rank's partial sums of dk and dv, for one group of heads at a time.
+
+    On one rank the partial sums are the results. where: see reference.backward_buffers.
     """
     if plan.cp_size == 1 or where != "made":
-        return {}
-    shape = plan.key_rows, max(layer.groups), sum(plan.head_dims)
-    return {"partial sums of dk and dv": num_bytes(shape, sum_dtype)}
+        return []
+    return pair_of("partial sums of dk and dv", (plan.key_rows, max(layer.groups)), plan.head_dims, sum_dtype)

@@ -12,13 +12,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from thdattn.comm import Comm
 from thdattn.engines import Engine
 from thdattn.packing import PackedBatch
 from thdattn.plan import rank_rows
-from thdattn.plan.buffers import Buffers, Kept
+from thdattn.plan.buffers import Buffer, Buffers, Kept, pair_of
 from thdattn.plan.generations import Generation, renew
 from thdattn.plan.handles import give_handle
 from thdattn.plan.key_transfers import NeededRows, Routes, foreign_tiles, needed_rows
@@ -327,15 +327,19 @@ class Plan:
         number: int | None = self.engine.capture()
         return None if self.arrays.lengths is not None and number == self.arrays.lengths.made_in else number
 
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike, room: tuple[int, ...] | None = None) -> Any:
-        """Return the work buffer of a name, shape and dtype. The first use allocates it; CUDA graphs keep its address.
+    def buffer(self, buffer: Buffer, shape: tuple[int, ...] | None = None) -> Any:
+        """Return the array of a work buffer. The first use allocates it; CUDA graphs keep its address.
 
         Args:
-            name, shape, dtype: identify the buffer.
-            room: shape of the largest of several buffers that are in use one after another and share memory. The first
-                use allocates that size, because memory can neither grow nor move later. None: no sharing.
+            buffer: declares the array; equal declarations have one array.
+            shape: of a smaller array at its beginning. The largest of several arrays that are in use one after another
+                is declared, because memory can neither grow nor move later. None: the whole array.
         """
-        return self._buffers.get(self.engine.empty, name, shape, dtype, room)
+        return self._buffers.get(self.engine.empty, buffer, shape)
+
+    def key_buffers(self, num_kv_heads: int, dtype: np.dtype[Any]) -> list[Buffer]:
+        """Declare keys and values in sequence order, of some heads."""
+        return pair_of("keys in sequence order", (self.key_rows, num_kv_heads), self.head_dims, dtype)
 
     def held_bytes(self) -> int:
         """Return the bytes of the plan's work buffers that have been allocated."""

@@ -282,17 +282,15 @@ def check_training(comm: thdattn.comm.Comm, cupy: Any) -> None:
 
 def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 40) -> None:
     """The plans of a static pack, element by element, are those that the host makes; with what is counted of them."""
-    from thdattn.engines.cuda.backward import num_partials
-    from thdattn.kernels.configs import TILES
+    from thdattn.engines.cuda.backward import partials_per_tile
 
     attentions = [
         thdattn.CPAttention(comm, 2, dim, engine="cuda", **mask) for dim in (64, 128) for mask in MASKS.values()
     ]
-    rows = [TILES[attention.head_dim, attention.v_head_dim] for attention in attentions]
     for num_batches in (1, 2):
         graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=1))
         pack = StaticPack(graphs, attentions, ROWS, sharding, num_batches)
-        shares = [num_partials(row, plan) for row, plan in zip(rows, pack.plans(), strict=True)]
+        shares = [partials_per_tile(plan) for plan in pack.plans()]
         replayed = [graphs.captured(partial(pack.plans, number), "plans") for number in range(num_batches)]
         fitting = [batch for batch in packs(comm.size, count, seed=7) if pack.fits([batch])]
         assert len(fitting) == count - count // 5 > 2 * num_batches
@@ -301,11 +299,11 @@ def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 
             pack.load(batches)
             for number in reversed(range(num_batches)):
                 plans, shared = replayed[number](), pack.sharding(batches[number])
-                for attention, row, plan, counted in zip(attentions, rows, plans, shares, strict=True):
+                for attention, plan, counted in zip(attentions, plans, shares, strict=True):
                     for field, x in vars(host_arrays(shared, comm.rank, plan.window, plan.tiles)).items():
                         if x is not None:
                             np.testing.assert_array_equal(to_host(getattr(plan.arrays, field)), x, field)
-                    wanted = num_partials(row, attention.plan(shared.batch, shared))
+                    wanted = partials_per_tile(attention.plan(shared.batch, shared))
                     np.testing.assert_array_equal(to_host(counted), to_host(wanted), "shares")
                     plan.check()
         graphs.close()

@@ -18,22 +18,25 @@ from numpy.typing import DTypeLike
 
 from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs
 from thdattn.engines.cuda import launch, scheduler
-from thdattn.engines.cuda.backward_memory import (
-    dq_accum_shape,
-    largest_accum,
-    num_partials_shape,
-    padded_rows,
-    stats_shape,
-)
 from thdattn.engines.cuda.launch import Array, Heads, Launch, heads_of
 from thdattn.engines.cuda.plan import pairs_of, parts_of
 from thdattn.engines.cuda.rows import reorder
 from thdattn.engines.cuda.softcap import logits_of, lse_unit
+from thdattn.engines.cuda.workspace import (
+    WITHOUT_PADDING,
+    SumOptions,
+    dq_accum,
+    largest_accum,
+    num_partials,
+    padded_rows,
+    statistics,
+)
 from thdattn.jit import compiler
 from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, OWNERS, PACK_FILTER, PARTIALS
 from thdattn.kernels.configs import DQ_ROWS, TILES, Tiles, lanes_of
 from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
 from thdattn.kernels.instances import Instance
+from thdattn.plan.buffers import Buffer, pair_of
 from thdattn.plan.owners import places_of_keys
 from thdattn.plan.plan import Plan
 
@@ -98,7 +101,7 @@ class _Spec(NamedTuple):
     """Properties of a call that its launches depend on, besides the plan, which caches launches by them.
 
     dq_dtype: float32 where dq is accumulated over calls.
-    where: see reference.backward_bytes.
+    where: see reference.backward_buffers.
     in_parts: tiles of keys that have rows of other ranks come first, in launches of their own.
     caps: logits are capped.
     """
@@ -160,17 +163,16 @@ class _Hopper:
     """Launches on Hopper. dq is accumulated in a layout of its own and rounded once."""
 
     def __init__(self, plan: Plan, spec: _Spec) -> None:
-        gpu, heads = launch.this_gpu(), spec.heads
-        row = TILES[heads.head_dim, heads.v_head_dim]
+        heads, row = spec.heads, TILES[plan.head_dims]
         tiles = row.backward_sm90
-        how = spec.kv_dtype, spec.deterministic, spec.where
-        accum, largest = (largest_accum(gpu, row, plan, groups, *how)
+        options = SumOptions(spec.kv_dtype, spec.deterministic, spec.where)
+        accum, largest = (largest_accum(plan, groups, options)
                           for groups in ([(heads.num_heads, heads.num_kv_heads)], heads.groups))
         wide = isinstance(tiles, BackwardByGradientSm90)
         self._spec, self._deterministic, self._splits = spec, accum.deterministic, accum.splits
         self._semaphore_rows = accum.semaphore_rows
 
-        floats = plan.buffer("accum", accum.shape, np.float32, largest.shape)
+        floats = plan.buffer(largest.buffer, accum.buffer.shape)
         self._dkv_accum, rest = floats[: accum.dkv_size], floats[accum.dkv_size :]
         self._dq_accum, semaphores = rest[: accum.dq_size], rest[accum.dq_size :]
         self._grad_semaphores = semaphores[accum.dq_semaphores :]
@@ -182,7 +184,7 @@ class _Hopper:
         if wide:
             self._fixed = self._dq_accum, stats
         self._kernel = self._main_kernel(row)
-        self._partials = num_partials(row, plan)
+        self._partials = partials_per_tile(plan)
         in_parts = spec.in_parts and (wide or not accum.deterministic)
         choices = _packs_of(accum.splits, plan)
         self._mains = [[self._main(plan, orders, *choice) for choice in choices] for orders in _parts(plan, in_parts)]
@@ -244,7 +246,8 @@ class _Hopper:
         num_rows, num_keys = len(q), len(k)
         if plan.has_masked_out_queries:
             if plan.leading_tokens is None:
-                q, dout = without_padding((q, dout), ("q", "dout"), plan, self._spec.heads.most_heads)
+                declared = pair_of(WITHOUT_PADDING, (num_rows, self._spec.heads.most_heads), plan.head_dims, q.dtype)
+                q, dout = without_padding((q, dout), declared, plan)
             else:  # rows outside a map arrive as zeros
                 num_rows = max(1, plan.leading_tokens)
 
@@ -277,20 +280,19 @@ def _dq_alone(row: Tiles, kernel: Instance, heads: Heads, plan: Plan, stats: Arr
 
 def plan_backward(plan: Plan) -> None:
     """Make the arrays that the backward needs of a plan, so that a refresh of the plan makes them again."""
-    row = TILES[plan.head_dims]
     if launch.this_gpu().sm90:
-        num_partials(row, plan)
+        partials_per_tile(plan)
         pairs_of(plan)
     if plan.cp_size > 1 and plan.keys_of is None and not plan.sharding.by_runs:
         places_of_keys(plan)
 
 
-def num_partials(row: Tiles, plan: Plan) -> Array:
+def partials_per_tile(plan: Plan) -> Array:
     """Return the number of key tiles that add to dq of each query tile, (tiles,) int32."""
-    tiles = row.backward_sm90
+    row = TILES[plan.head_dims]
 
     def make() -> Array:
-        numbers = launch.empty(num_partials_shape(row, plan.local_rows), np.int32)
+        numbers = launch.empty(*num_partials(plan)[1:3])
         # Not the plan, which keeps `count` for a refresh: it would keep itself.
         grid, args = (plan.arrays.key_tiles.shape[1],), (numbers, plan.query_ranges, np.int32(plan.key_rows))
 
@@ -301,7 +303,7 @@ def num_partials(row: Tiles, plan: Plan) -> Array:
         plan.make(count)
         return numbers
 
-    return plan.memoize(("partials", tiles.tile_m, tiles.tile_n), make)
+    return plan.memoize("partials per tile", make)
 
 
 class _Portable:
@@ -311,9 +313,8 @@ class _Portable:
         heads, (dtype, dq_dtype, kv_dtype) = spec.heads, (
             x.name for x in (spec.heads.dtype, spec.dq_dtype, spec.kv_dtype))
         row = TILES[heads.head_dim, heads.v_head_dim]
-        shape, most = (dq_accum_shape(plan.local_rows, n, row, spec.deterministic)
-                       for n in (heads.num_heads, heads.most_heads))
-        self._dq_accum, self._kv_dtype = plan.buffer("dq_accum", shape, np.float32, most), spec.kv_dtype
+        accum, most = (dq_accum(plan, n, spec.deterministic) for n in (heads.num_heads, heads.most_heads))
+        self._dq_accum, self._kv_dtype = plan.buffer(most, accum.shape), spec.kv_dtype
         stats, self._delta = _delta(plan, heads, self._dq_accum)
         sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, padded_rows(plan.local_rows), heads.group)))
         tiles = row.backward_for(launch.this_gpu().shared_bytes)
@@ -379,8 +380,8 @@ def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, An
 def _delta(plan: Plan, heads: Heads, cleared: Array) -> tuple[Array, Launch]:
     """Return stats and the launch that fills it and sets `cleared` to zero; see thd_attn_delta."""
     row, num_rows, stats_rows = TILES[heads.head_dim, heads.v_head_dim], plan.local_rows, padded_rows(plan.local_rows)
-    stats = plan.buffer("stats", stats_shape(num_rows, heads.num_heads), np.float32,
-                        stats_shape(num_rows, heads.most_heads))
+    declared, most = (statistics(plan, n) for n in (heads.num_heads, heads.most_heads))
+    stats = plan.buffer(most, declared.shape)
     blocks = -(-stats_rows * heads.num_heads * lanes_of(heads.v_head_dim) // 256)
     return stats, Launch(
         compiler.kernel(*row.thd_attn_delta(heads.dtype.name)), (blocks,), 256,
@@ -397,17 +398,12 @@ def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return dkv[: k.size].reshape(k.shape), dkv[k.size :].reshape(v.shape)
 
 
-def without_padding(
-    arrays: Sequence[Array], names: Sequence[str], plan: Plan, most_heads: int | None = None
-) -> list[Array]:
+def without_padding(arrays: Sequence[Array], buffers: Sequence[Buffer], plan: Plan) -> list[Array]:
     """Return copies of two arrays whose padding rows are 0, as 0 * NaN would spread through a product.
 
-    Args:
-        most_heads: heads of the largest arrays whose copies share memory with these; None: no others do.
+    buffers: see reference.without_padding.
     """
-    capacities = [x.shape if most_heads is None else (len(x), most_heads, x.shape[2]) for x in arrays]
-    copies = [plan.buffer(name, x.shape, x.dtype, capacity)
-              for name, x, capacity in zip(names, arrays, capacities, strict=True)]
+    copies = [plan.buffer(buffer, x.shape) for buffer, x in zip(buffers, arrays, strict=True)]
     order = plan.memoize("local_order", lambda: cupy.arange(plan.local_rows, dtype=np.int32))
     reorder(False, copies, [[x] for x in arrays], order, plan.key_ranges)
     return copies

@@ -31,8 +31,7 @@ def to_sequence_order(
         own: this rank's rows, which `parts` lack; with peer_exchange, the kernel sends them to the other ranks.
         peer_exchange: arguments of the kernel that exchanges rows with all peers, see Arrival.
     """
-    k, v = into or [plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype)
-                    for name, (x, *_) in zip("kv", parts, strict=True)]
+    k, v = into or [launch.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x, *_ in parts]
     if peer_exchange is None or own is None:
         reorder(False, (k, v), parts, plan.rank_order, plan.query_ranges, own, plan.first_own)
     else:
@@ -67,8 +66,7 @@ def _gather(
 
 def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None) -> tuple[Array, Array]:
     """Move gradients to rank order, the inverse of to_sequence_order; filler rows become 0."""
-    dk_ranks, dv_ranks = into or [plan.buffer(name, (len(plan.rank_order), *x.shape[1:]), x.dtype)
-                                  for name, x in (("dk_ranks", dk), ("dv_ranks", dv))]
+    dk_ranks, dv_ranks = into or [launch.empty((len(plan.rank_order), *x.shape[1:]), x.dtype) for x in (dk, dv)]
     reorder(True, (dk_ranks, dv_ranks), ([dk], [dv]), plan.rank_order, plan.query_ranges)
     return dk_ranks, dv_ranks
 

@@ -23,8 +23,8 @@ from thdattn.engines.reference.arrays import (
 from thdattn.engines.reference.attention import (
     attn_bwd,
     attn_fwd,
-    backward_bytes,
-    forward_bytes,
+    backward_buffers,
+    forward_buffers,
     nan_if_invalid,
     plan_backward,
     rounded,
@@ -41,8 +41,8 @@ from thdattn.engines.reference.rows import (
 )  # fmt: skip
 
 __all__ = [
-    "add_partials", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "capture",
-    "device", "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "in_place", "name",
+    "add_partials", "attn_bwd", "attn_decode", "attn_fwd", "backward_buffers", "cache_append", "cache_fill", "capture",
+    "device", "dtypes", "empty", "enter", "forward_buffers", "free_bytes", "from_user", "head_dims", "in_place", "name",
     "nan_if_invalid", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "rounded", "sinks_grad",
     "tiles", "to_rank_order", "to_sequence_order", "without_padding",
 ]  # fmt: skip

@@ -17,27 +17,28 @@ from numpy.typing import DTypeLike, NDArray
 from thdattn.engines import NEW_ARRAYS, AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
 from thdattn.engines.reference import arrays
 from thdattn.engines.reference.blocks import attend, gradients, row_blocks
-from thdattn.plan.memory import Bytes, Layer
-from thdattn.plan.owners import partials_bytes
+from thdattn.plan.buffers import Buffer
+from thdattn.plan.memory import Layer
+from thdattn.plan.owners import partials_of_keys
 from thdattn.plan.plan import Plan
 
 Array = NDArray[Any]
 
 
-def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
-    """Return the bytes of the work buffers of attn_fwd by name: none."""
-    return {}
+def forward_buffers(plan: Plan, layer: Layer) -> list[Buffer]:
+    """Declare the work buffers of attn_fwd: none."""
+    return []
 
 
-def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
-    """Return the bytes of the work buffers of attn_bwd by name.
+def backward_buffers(plan: Plan, layer: Layer, sum_dtype: np.dtype[Any], where: str) -> list[Buffer]:
+    """Declare the work buffers of attn_bwd.
 
     Args:
         layer: the layer; attn_bwd computes one group of its heads at a time.
         sum_dtype: dtype of dk and dv.
         where: dk and dv are "made" by attn_bwd, written to "given" arrays, or sent to the ranks that "own" the keys.
     """
-    return partials_bytes(plan, layer, sum_dtype, where)
+    return partials_of_keys(plan, layer, sum_dtype, where)
 
 
 def plan_backward(plan: Plan) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdattn.engines.reference.arrays import empty
+from thdattn.plan.buffers import Buffer
 from thdattn.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -26,15 +28,14 @@ def to_sequence_order(
         parts: for keys and for values (cp_size*local_key_rows, ...), in one part or in equal ones, rank order. Filler
             rows (rank_order -1) are dropped. For needed rows: the rows that this rank receives, (num_received, ...).
         plan: gives `rank_order`, int32, `key_rows` and `first_own`.
-        into: arrays for k and v; None: buffers that stay until the next call.
+        into: arrays for k and v; None: new ones.
         own: (local_key_rows, ...), this rank's rows of keys and of values, which the parts may then lack.
         peer_exchange: the exchange that the kernel performs itself; None here, as NumPy has no such kernel.
 
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
     """
-    k, v = into or [plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype)
-                    for name, (x, *_) in zip("kv", parts, strict=True)]
+    k, v = into or [empty((plan.key_rows, *x.shape[1:]), x.dtype) for x, *_ in parts]
     for x, rows, mine in zip((k, v), parts, own or (None, None), strict=True):
         x[...] = 0
         _scatter(x, plan.rank_order, np.concatenate(rows))
@@ -57,7 +58,7 @@ def to_rank_order(
     Args:
         dk, dv: (key_rows, ...), sequence order.
         plan: gives `rank_order`, (cp_size*local_key_rows,) int32.
-        into: arrays for dk_ranks and dv_ranks; None: buffers that stay until the next call.
+        into: arrays for dk_ranks and dv_ranks; None: new ones.
 
     Returns:
         dk_ranks, dv_ranks: (cp_size*local_key_rows, ...), the dtypes of the inputs.
@@ -117,15 +118,15 @@ def add_partials(own: Sequence[Array], back: Sequence[Array], plan: Plan, result
         result[summed] = total[summed]
 
 
-def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
+def without_padding(arrays: Sequence[Array], buffers: Sequence[Buffer], plan: Plan) -> list[Array]:
     """Return copies of two arrays in which rows that see no key are 0, because such rows may hold NaN.
 
     Args:
-        arrays: (local_rows, ...).
-        names: names of the plan's buffers for the copies.
+        arrays: (local_rows, heads, width).
+        buffers: work buffers of the plan for the copies; they may have more heads.
     """
     sees = plan.key_ranges[:, 0] < plan.key_ranges[:, 1]
-    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]
+    copies = [plan.buffer(buffer, x.shape) for buffer, x in zip(buffers, arrays, strict=True)]
     for copy, x in zip(copies, arrays, strict=True):
         copy[...] = 0
         copy[sees] = x[sees]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from thdattn.mamba.configs import MIXER_SIZES
 from thdattn.mamba.cuda.backward import (
     mixer_add_halos,
-    mixer_backward_bytes,
+    mixer_backward_buffers,
     mixer_bwd,
     mixer_conv_bwd,
     mixer_gate_states,
@@ -13,12 +13,12 @@ from thdattn.mamba.cuda.backward import (
 )  # fmt: skip
 from thdattn.mamba.cuda.decode import mixer_decode, mixer_fill
 from thdattn.mamba.cuda.forward import (
+    mixer_activations,
     mixer_conv,
-    mixer_conv_bytes,
     mixer_conv_states,
     mixer_enter,
     mixer_fold,
-    mixer_forward_bytes,
+    mixer_forward_buffers,
     mixer_halo,
     mixer_scan,
     mixer_segment_rows,
@@ -30,18 +30,18 @@ from thdattn.mamba.cuda.norm import mixer_norm, mixer_norm_states
 
 __all__ = [
     "MIXER_SIZES",
+    "mixer_activations",
     "mixer_add_halos",
-    "mixer_backward_bytes",
+    "mixer_backward_buffers",
     "mixer_bwd",
     "mixer_conv",
     "mixer_conv_bwd",
-    "mixer_conv_bytes",
     "mixer_conv_states",
     "mixer_decode",
     "mixer_enter",
     "mixer_fill",
     "mixer_fold",
-    "mixer_forward_bytes",
+    "mixer_forward_buffers",
     "mixer_gate_states",
     "mixer_gradients",
     "mixer_halo",

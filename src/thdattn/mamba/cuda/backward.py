@@ -36,7 +36,7 @@ from thdattn.mamba.backward_configs import (
 from thdattn.mamba.configs import SEGMENT_CHUNKS
 from thdattn.mamba.cuda.forward import grid_of_rows, size_of
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
-from thdattn.plan.memory import Bytes, num_bytes
+from thdattn.plan.buffers import FLOAT32, Buffer
 from thdattn.plan.plan import Plan
 
 _AT_ONCE = 8  # segments with states at every chunk in memory at a time; enough to fill the largest GPUs
@@ -57,7 +57,7 @@ class Gradients(NamedTuple):
     dbc: Array
     ddt: Array
     partials: Array
-    of_norm: Array
+    of_norm: Any = None
 
 
 def mixer_gate_states(
@@ -84,10 +84,15 @@ def mixer_gate_states(
 
 def made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
     """Return buffers for dy, for the gradients of states, and for the decay of every segment."""
+    dy, dstates, decays = map(plan.buffer, _gate_buffers(plan, shape))
+    return dy, dstates, decays
+
+
+def _gate_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
     segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
-    return (plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype),
-            plan.buffer("gradients of states", (segments, *shape.state), np.float32),
-            plan.buffer("decays backward", (segments, shape.num_heads), np.float32))
+    return [Buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype),
+            Buffer("gradients of states", (segments, *shape.state), FLOAT32),
+            Buffer("gradients of states", (segments, shape.num_heads), FLOAT32, "decays")]
 
 
 def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> Launch:
@@ -141,32 +146,35 @@ def _slices(shape: MixerShape) -> int:
 
 def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
     """Return buffers for the results of mixer_bwd."""
-    rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
-    return Gradients(
-        plan.buffer("dx", (rows, shape.d_inner), shape.dtype),
-        plan.buffer("dB and dC", (_splits(chunks, shape), rows, shape.channels - shape.d_inner), np.float32),
-        plan.buffer("ddt", (shape.num_heads, chunks * CHUNK), np.float32),
-        plan.buffer("partial sums of weights", (chunks, _numbers(shape)), np.float32),
-        plan.buffer("partial sums of norm_weight", (chunks, shape.d_inner), np.float32) if shape.norm else None,
-    )
+    return Gradients(*map(plan.buffer, _gradient_buffers(plan, shape)))
 
 
-def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
-    """Return the bytes of a backward's work buffers by name; see reference.mixer_backward_bytes."""
+def _gradient_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
     rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
-    segments, kept = -(-chunks // SEGMENT_CHUNKS), 2 * min(chunks, _most_chunks())
-    sums = {
-        "gradients of states": (segments, math.prod(shape.state) + shape.num_heads),
-        "dB and dC": (_splits(chunks, shape), rows, shape.channels - shape.d_inner),
-        "ddt": (shape.num_heads, chunks * CHUNK), "partial sums of weights": (chunks, _numbers(shape)),
-        "scales of states": (kept, shape.num_heads, _slices(shape)),
-        "gradients of ends": (2, shape.reach, shape.channels),
-    }  # fmt: skip
+    made = [Buffer("dx", (rows, shape.d_inner), shape.dtype),
+            Buffer("dB and dC", (_splits(chunks, shape), rows, shape.channels - shape.d_inner), FLOAT32),
+            Buffer("ddt", (shape.num_heads, chunks * CHUNK), FLOAT32),
+            Buffer("partial sums of weights", (chunks, _numbers(shape)), FLOAT32)]  # fmt: skip
     if shape.norm:
-        sums["partial sums of norm_weight"] = chunks, shape.d_inner
-    made = {name: num_bytes(size, np.float32) for name, size in sums.items()}
-    made |= dict.fromkeys(("dy", "dx"), num_bytes((rows, shape.d_inner), shape.dtype))
-    return made | {"states at chunks": num_bytes((kept, *shape.state), shape.dtype)}
+        made.append(Buffer("partial sums of norm_weight", (chunks, shape.d_inner), FLOAT32))
+    return made
+
+
+def _chunk_buffers(plan: Plan, shape: MixerShape) -> tuple[Buffer, Buffer]:
+    """Declare the states at every chunk and their scales, forward and then backward."""
+    kept = 2 * min(-(-plan.local_rows // CHUNK), _AT_ONCE * SEGMENT_CHUNKS)
+    return (Buffer("states at chunks", (kept, *shape.state), shape.dtype),
+            Buffer("scales of states", (kept, shape.num_heads, _slices(shape)), FLOAT32))
+
+
+def _ends(shape: MixerShape) -> Buffer:
+    """Declare the gradients of the first rows that a rank reads and of the last rows that other ranks read."""
+    return Buffer("gradients of ends", (2, shape.reach, shape.channels), FLOAT32)
+
+
+def mixer_backward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    """Declare the work buffers of a backward; see reference.mixer_backward_buffers."""
+    return [*_gate_buffers(plan, shape), *_gradient_buffers(plan, shape), *_chunk_buffers(plan, shape), _ends(shape)]
 
 
 def _numbers(shape: MixerShape) -> int:
@@ -183,13 +191,9 @@ def _splits(chunks: int, shape: MixerShape) -> int:
     """Return how many parts the heads of a group are split into, so that every multiprocessor has work."""
     gpu, heads = launch.this_gpu(), shape.num_heads // shape.num_groups
     wanted = _tile(shape).blocks * gpu.multiprocessors * 3 // 4
-    enough = (s for s in range(1, heads + 1) if heads % s == 0 and s * min(chunks, _most_chunks()) * shape.num_groups
-              >= wanted)  # fmt: skip
+    of_split = min(chunks, _AT_ONCE * SEGMENT_CHUNKS) * shape.num_groups
+    enough = (s for s in range(1, heads + 1) if heads % s == 0 and s * of_split >= wanted)
     return next(enough, heads)
-
-
-def _most_chunks() -> int:
-    return _AT_ONCE * SEGMENT_CHUNKS
 
 
 def _tile(shape: MixerShape) -> ChunkTile | ChunkTileSm90:
@@ -218,8 +222,7 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
     all_chunks = -(-plan.local_rows // CHUNK)
     most, fewer = segments * SEGMENT_CHUNKS, -all_chunks % SEGMENT_CHUNKS if last else 0
     chunks, dtype = most - fewer, shape.dtype.name
-    kept = plan.buffer("states at chunks", (2 * min(all_chunks, _most_chunks()), *shape.state), shape.dtype)
-    scales = plan.buffer("scales of states", (len(kept), shape.num_heads, _slices(shape)), np.float32)
+    kept, scales = map(plan.buffer, _chunk_buffers(plan, shape))
     walk, tile, splits = _walk(shape), _tile(shape), _splits(all_chunks, shape)
     grid = segments, shape.d_inner // walk.columns, _slices(shape)
     forward, back = (
@@ -247,7 +250,7 @@ def mixer_conv_bwd(
     dzxbcdt: Array,
 ) -> tuple[Mamba2Weights, Array]:
     """Compute the gradients of mixer_conv and of all weights. See reference.mixer_conv_bwd."""
-    ends = plan.buffer("gradients of ends", (2, shape.reach, shape.channels), np.float32)
+    ends = plan.buffer(_ends(shape))
     if not plan.local_rows:
         ends.fill(0)
     conv, sums, of_norm = plan.memoize(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))

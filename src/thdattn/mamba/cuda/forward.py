@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
@@ -34,7 +33,7 @@ from thdattn.mamba.configs import (
 )  # fmt: skip
 from thdattn.mamba.reference.conv import halo_rows
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
-from thdattn.plan.memory import Bytes, num_bytes
+from thdattn.plan.buffers import FLOAT32, Buffer
 from thdattn.plan.plan import Plan
 
 mixer_segment_rows = CHUNK * SEGMENT_CHUNKS
@@ -83,7 +82,7 @@ def _map(x: Array, box_rows: int) -> Any:
 
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
     """Return the last rows of x, B and C for other ranks; see reference.mixer_tail. On one rank they hold anything."""
-    tail = plan.buffer("last rows", (shape.reach, shape.channels), shape.dtype)
+    tail = plan.buffer(_last_rows(shape))
     count = min(shape.reach, plan.local_rows)
     if plan.cp_size > 1 and count:
         last = _words(shape.parts(zxbcdt)[1])[plan.local_rows - count :]
@@ -154,27 +153,37 @@ def _convolve(
 
 def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
     """Return buffers of the plan, which the next mixer overwrites; keep: new arrays."""
-    of_rows, of_heads = (plan.local_rows, shape.channels), (shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK)
-
-    def buffer(name: str, size: tuple[int, int], dtype: DTypeLike = np.float32) -> Array:
-        return launch.empty(size, dtype) if keep else plan.buffer(name, size, dtype)
-
-    return Activations(buffer("channels", of_rows, shape.dtype), buffer("dt", of_heads), buffer("sums of a", of_heads),
-                       buffer("dt that leaves", of_heads))
+    declared = mixer_activations(plan, shape)
+    return Activations(*[launch.empty(x.shape, x.dtype) if keep else plan.buffer(x) for x in declared])
 
 
-def mixer_conv_bytes(plan: Plan, shape: MixerShape) -> int:
-    """Return the bytes of the results of mixer_conv; see reference.mixer_conv_bytes."""
+def mixer_activations(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    """Declare the results of mixer_conv."""
     of_heads = shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK
-    return num_bytes((plan.local_rows, shape.channels), shape.dtype) + 3 * num_bytes(of_heads, np.float32)
+    return [Buffer("activations", (plan.local_rows, shape.channels), shape.dtype),
+            *[Buffer("activations", of_heads, FLOAT32, part) for part in Activations._fields[1:]]]
 
 
-def mixer_forward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
-    """Return the bytes of a forward's work buffers by name; see reference.mixer_forward_bytes."""
-    made = {"last rows": num_bytes((shape.reach, shape.channels), shape.dtype),
-            "decays": num_bytes((_segments(plan), shape.num_heads), np.float32),
-            "summary": num_bytes((1, shape.summary), np.float32)}  # fmt: skip
-    return made if plan.cp_size == 1 else made | {"state in front": num_bytes(shape.state, np.float32)}
+def mixer_forward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    """Declare the work buffers of a forward; see reference.mixer_forward_buffers."""
+    made = [_last_rows(shape), _decays(plan, shape), _summary(shape)]
+    return made if plan.cp_size == 1 else [*made, _start(shape)]
+
+
+def _last_rows(shape: MixerShape) -> Buffer:
+    return Buffer("last rows", (shape.reach, shape.channels), shape.dtype)
+
+
+def _decays(plan: Plan, shape: MixerShape) -> Buffer:
+    return Buffer("decays", (_segments(plan), shape.num_heads), FLOAT32)
+
+
+def _summary(shape: MixerShape) -> Buffer:
+    return Buffer("summary", (1, shape.summary), FLOAT32)
+
+
+def _start(shape: MixerShape) -> Buffer:
+    return Buffer("state in front", shape.state, FLOAT32)
 
 
 def _conv(column: int, plan: Plan, shape: MixerShape) -> Launch:
@@ -209,7 +218,7 @@ def _new_states(plan: Plan, shape: MixerShape) -> Array:
 
 
 def _states(kernel: Instance, slab: Slab | SlabSm90, plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
-    decays = plan.buffer("decays", (_segments(plan), shape.num_heads), np.float32)
+    decays = plan.buffer(_decays(plan, shape))
     fixed = plan.key_ranges, decays, np.int32(plan.cp_rank + 1 < plan.cp_size), size_of(plan, shape)
     grid = shape.d_inner // slab.columns, _segments(plan)
     return decays, Launch(compiler.kernel(*kernel), grid, slab.states_threads, fixed)
@@ -217,14 +226,14 @@ def _states(kernel: Instance, slab: Slab | SlabSm90, plan: Plan, shape: MixerSha
 
 def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Turn what segments add into the states in front of them, in place. See reference.mixer_fold."""
-    summary = plan.buffer("summary", (1, shape.summary), np.float32)
+    summary = plan.buffer(_summary(shape))
     _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
     return summary
 
 
 def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Return the state in front of this rank's rows; reverse: the gradient behind them. See reference.mixer_start."""
-    start = plan.buffer("start", shape.state, np.float32)
+    start = plan.buffer(_start(shape))
     ranks = range(plan.cp_rank + 1, plan.cp_size) if reverse else range(plan.cp_rank)
     _walk(_START, (summaries, start), ranks, shape.state, reverse)
     return start

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from thdattn.mamba.reference.conv import (
+    mixer_activations,
     mixer_add_halos,
-    mixer_backward_bytes,
     mixer_conv,
     mixer_conv_bwd,
-    mixer_conv_bytes,
     mixer_conv_states,
-    mixer_forward_bytes,
+    mixer_forward_buffers,
     mixer_halo,
     mixer_tail,
 )  # fmt: skip
 from thdattn.mamba.reference.decode import mixer_decode, mixer_fill
 from thdattn.mamba.reference.gate import mixer_gate_states, mixer_norm, mixer_norm_states
 from thdattn.mamba.reference.ssd import (
+    mixer_backward_buffers,
     mixer_bwd,
     mixer_enter,
     mixer_fold,
@@ -28,18 +28,18 @@ from thdattn.mamba.reference.ssd import (
 
 __all__ = [
     "MIXER_SIZES",
+    "mixer_activations",
     "mixer_add_halos",
-    "mixer_backward_bytes",
+    "mixer_backward_buffers",
     "mixer_bwd",
     "mixer_conv",
     "mixer_conv_bwd",
-    "mixer_conv_bytes",
     "mixer_conv_states",
     "mixer_decode",
     "mixer_enter",
     "mixer_fill",
     "mixer_fold",
-    "mixer_forward_bytes",
+    "mixer_forward_buffers",
     "mixer_gate_states",
     "mixer_gradients",
     "mixer_halo",

@@ -25,8 +25,8 @@ from thdattn.mamba.reference.ssd import (
     softplus,
     valid_rows,
 )  # fmt: skip
-from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
-from thdattn.plan.memory import Bytes, num_bytes
+from thdattn.mamba.shape import Activations, Mamba2Weights, MixerShape
+from thdattn.plan.buffers import Buffer
 from thdattn.plan.plan import Plan
 
 Array = NDArray[Any]
@@ -83,25 +83,16 @@ def mixer_conv(
     return Activations(act.astype(shape.dtype), dt, chunk_sums(dt * -np.exp(weights.A_log), plan))
 
 
-def mixer_conv_bytes(plan: Plan, shape: MixerShape) -> int:
-    """Return the bytes of the results of mixer_conv."""
-    of_heads = num_bytes((plan.local_rows, shape.num_heads), shape.sum_dtype)
-    return num_bytes((plan.local_rows, shape.channels), shape.dtype) + 2 * of_heads
+def mixer_activations(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    """Declare the results of mixer_conv."""
+    of_heads = plan.local_rows, shape.num_heads
+    return [Buffer("activations", (plan.local_rows, shape.channels), shape.dtype),
+            Buffer("activations", of_heads, shape.sum_dtype, "dt"), Buffer("activations", of_heads, shape.sum_dtype)]
 
 
-def mixer_forward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
-    """Return the bytes of a plan's buffers that the forwards of all mixers share, by name; NumPy has none."""
-    return {}
-
-
-def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
-    """Return the bytes of the buffers that backwards share besides, by name."""
-    rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
-    made = {"dchannels": num_bytes((rows, shape.channels), shape.dtype),
-            "ddt": num_bytes((rows, shape.num_heads), shape.sum_dtype),
-            "partial sums of dA and dD": num_bytes((chunks, 2, shape.num_heads), shape.sum_dtype)}  # fmt: skip
-    of_norm = {"partial sums of dnorm": num_bytes((chunks, shape.d_inner), shape.sum_dtype)} if shape.norm else {}
-    return made | of_norm
+def mixer_forward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    """Declare the buffers of a plan that the forwards of all mixers share; NumPy has none."""
+    return []
 
 
 def mixer_conv_states(

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
+from thdattn.plan.buffers import Buffer
 from thdattn.plan.plan import Plan
 
 Array = NDArray[Any]
@@ -49,7 +50,7 @@ class Gradients(NamedTuple):
     channels: Array
     ddt: Array
     partials: Array
-    of_norm: Any
+    of_norm: Any = None
 
 
 class _Chunks(NamedTuple):
@@ -237,15 +238,20 @@ def mixer_scan(
             out[rows] = np.where(valid[rows], made * silu(cleared(z[rows], valid[rows], shape)), 0).astype(out.dtype)
 
 
+def mixer_backward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    """Declare the buffers that backwards share besides, of mixer_gradients first."""
+    rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
+    made = [Buffer("dchannels", (rows, shape.channels), shape.dtype),
+            Buffer("ddt", (rows, shape.num_heads), shape.sum_dtype),
+            Buffer("partial sums of dA and dD", (chunks, 2, shape.num_heads), shape.sum_dtype)]  # fmt: skip
+    if shape.norm:
+        made.append(Buffer("partial sums of dnorm", (chunks, shape.d_inner), shape.sum_dtype))
+    return made
+
+
 def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
     """Return buffers for the results of mixer_bwd."""
-    rows, segments = plan.local_rows, -(-plan.local_rows // CHUNK)
-    return Gradients(
-        plan.buffer("dchannels", (rows, shape.channels), shape.dtype),
-        plan.buffer("ddt", (rows, shape.num_heads), shape.sum_dtype),
-        plan.buffer("partial sums of dA and dD", (segments, 2, shape.num_heads), shape.sum_dtype),
-        plan.buffer("partial sums of dnorm", (segments, shape.d_inner), shape.sum_dtype) if shape.norm else None,
-    )
+    return Gradients(*map(plan.buffer, mixer_backward_buffers(plan, shape)))
 
 
 def mixer_bwd(

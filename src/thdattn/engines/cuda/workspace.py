@@ -1,0 +1,168 @@
+"""Work buffers of the attention on a GPU, declared for one call, and for the largest of all groups of heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thdattn.engines.cuda import launch, scheduler
+from thdattn.kernels.configs import STATS_ROWS, TILES
+from thdattn.kernels.hopper_configs import BackwardByGradientSm90
+from thdattn.plan.buffers import FLOAT32, INT32, Buffer, pair_of
+from thdattn.plan.memory import Layer
+from thdattn.plan.owners import partials_of_keys
+from thdattn.plan.plan import Plan
+
+MAX_PARTIALS = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backward_common.cuh
+
+
+def forward_buffers(plan: Plan, layer: Layer) -> list[Buffer]:
+    """Declare the work buffers of attn_fwd; see reference.forward_buffers."""
+    gpu, num_heads = launch.this_gpu(), layer.most_heads[0]
+    made = [max_logits(plan, num_heads)]
+    if not gpu.sm90 and len(layer.groups) > 1:  # the portable kernel takes whole rows
+        rows = plan.local_rows, num_heads
+        made += pair_of("a group's q, out and lse", rows, plan.head_dims, layer.dtype)
+        made.append(Buffer("a group's q, out and lse", rows, FLOAT32))
+    elif gpu.sm90 and plan.keys_of is None and scheduler.splits_keys(
+            gpu, TILES[plan.head_dims].forward_sm90, plan, layer.num_heads):
+        made.append(kv_partials(plan, layer.num_heads, num_heads))
+        made += [kv_splits(plan, layer.num_heads, heads, plan.num_tiles[0]) for heads, _ in layer.group_heads]
+    return made
+
+
+def max_logits(plan: Plan, num_heads: int) -> Buffer:
+    """Declare the largest logits of every tile, head and warp."""
+    row = TILES[plan.head_dims]
+    warps = (row.forward_sm90 if launch.this_gpu().sm90 else row.forward).warps
+    return Buffer("logits of tiles", (plan.num_tiles[0], num_heads, warps), FLOAT32)
+
+
+def kv_partials(plan: Plan, layer_heads: int, num_heads: int) -> Buffer:
+    """Declare the partial results of tiles whose keys are split.
+
+    Args:
+        layer_heads: query heads of the layer, of which num_heads are computed at a time.
+    """
+    most = _most_kv_splits(plan, layer_heads)
+    return Buffer("partial results of tiles", (most * num_heads, TILES[plan.head_dims].partial_floats), FLOAT32)
+
+
+def kv_splits(plan: Plan, layer_heads: int, num_heads: int, num_tiles: int) -> Buffer:
+    """Declare the list of splits: their number, split tiles, other tiles, and entries read beyond them."""
+    beyond = -(-launch.this_gpu().multiprocessors // num_heads)
+    return Buffer("splits of tiles", (1 + _most_kv_splits(plan, layer_heads) + num_tiles + beyond,), INT32)
+
+
+def _most_kv_splits(plan: Plan, layer_heads: int) -> int:
+    return scheduler.most_kv_splits(launch.this_gpu(), plan.num_tiles[0], layer_heads)
+
+
+def backward_buffers(plan: Plan, layer: Layer, sum_dtype: np.dtype[Any], where: str) -> list[Buffer]:
+    """Declare the work buffers of attn_bwd; see reference.backward_buffers."""
+    num_heads, rows = layer.most_heads[0], plan.local_rows
+    if not (rows and plan.key_rows):
+        return []
+    made = [statistics(plan, num_heads)]
+    if not launch.this_gpu().sm90:
+        made.append(dq_accum(plan, num_heads, layer.deterministic))
+        if len(layer.groups) > 1:
+            name = "a group's dout, q, out and dq"
+            made += 2 * pair_of(name, (rows, num_heads), plan.head_dims, layer.dtype)
+        return made + partials_of_keys(plan, layer, sum_dtype, where)
+    accum = largest_accum(plan, layer.group_heads, SumOptions(sum_dtype, layer.deterministic, where))
+    made += [accum.buffer, num_partials(plan)]
+    if accum.deterministic and not isinstance(TILES[plan.head_dims].backward_sm90, BackwardByGradientSm90):
+        made.append(Buffer("order of tiles", plan.num_tiles[1:], INT32))
+    if plan.has_masked_out_queries and plan.leading_tokens is None:
+        made += pair_of(WITHOUT_PADDING, (rows, num_heads), plan.head_dims, layer.dtype)
+        made.append(Buffer(WITHOUT_PADDING, (rows,), INT32))
+    return made
+
+
+WITHOUT_PADDING = "q and dout without padding"
+
+
+class SumOptions(NamedTuple):
+    """Options of the sums of dk and dv.
+
+    dtype: of dk and dv.
+    deterministic: results are the same bits on every run.
+    where: see reference.backward_buffers.
+    """
+
+    dtype: np.dtype[Any]
+    deterministic: bool
+    where: str
+
+
+class Accum(NamedTuple):
+    """Parts of the accumulators of the Hopper kernels: floats of dk and dv, floats of dq, semaphores.
+
+    deterministic: thread blocks wait for each other.
+    splits: as scheduler.splits_per_kv_head returns them.
+    semaphore_rows: semaphores of a kv head for each of dk and dv; they follow the semaphores of dq.
+    """
+
+    deterministic: bool
+    splits: list[tuple[int, float]]
+    dkv_size: int
+    dq_size: int
+    dq_semaphores: int
+    semaphore_rows: int
+    num_semaphores: int
+
+    @property
+    def buffer(self) -> Buffer:
+        """Declaration of one array of all parts."""
+        floats = self.dkv_size + self.dq_size + -(-self.num_semaphores // 4) * 4
+        return Buffer("gradients in float32", (floats,), FLOAT32)
+
+
+def accum_of(plan: Plan, num_heads: int, num_kv_heads: int, options: SumOptions) -> Accum:
+    """Return the accumulators of a call with these heads."""
+    tiles, num_tiles, (head_dim, v_head_dim) = TILES[plan.head_dims].backward_sm90, plan.num_tiles[1], plan.head_dims
+    stats_rows, wide = padded_rows(plan.local_rows), isinstance(tiles, BackwardByGradientSm90)
+    deterministic = options.deterministic or (not wide and num_tiles > MAX_PARTIALS)
+    splits = [(1, math.inf)]
+    if not deterministic:
+        group = num_heads // num_kv_heads
+        splits = scheduler.splits_per_kv_head(launch.this_gpu(), plan, num_tiles, num_kv_heads, group, head_dim)
+    # dk and dv of several splits are accumulated in float32, which may be their final dtype.
+    adds_elsewhere = splits[-1][0] > 1
+    if options.dtype == np.float32 and options.where != "own":
+        adds_elsewhere = options.where == "made"
+    dkv_size = plan.key_rows * num_kv_heads * (head_dim + v_head_dim) if adds_elsewhere else 0
+    dq_semaphores, semaphore_rows = stats_rows // 64 * num_heads, num_tiles * tiles.tile_n // 16
+    dq_size = 0 if wide and deterministic else stats_rows * num_heads * head_dim
+    return Accum(deterministic, splits, dkv_size, dq_size, dq_semaphores,
+                 semaphore_rows, dq_semaphores + 2 * semaphore_rows * num_kv_heads)
+
+
+def largest_accum(plan: Plan, groups: list[tuple[int, int]], options: SumOptions) -> Accum:
+    """Return the largest accumulators of several groups: a group of few heads may need more, because it has splits."""
+    return max((accum_of(plan, *heads, options) for heads in groups), key=lambda accum: accum.buffer.shape)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return the number of rows of the statistics of num_rows query rows."""
+    return -(-num_rows // STATS_ROWS) * STATS_ROWS
+
+
+def statistics(plan: Plan, num_heads: int) -> Buffer:
+    """Declare the statistics that thd_attn_delta computes."""
+    return Buffer("delta", (2, num_heads, padded_rows(plan.local_rows)), FLOAT32)
+
+
+def num_partials(plan: Plan) -> Buffer:
+    """Declare the counts of thd_attn_count_partials_sm90, one for each tile of query rows."""
+    tile_m = TILES[plan.head_dims].backward_sm90.tile_m
+    return Buffer("partial sums per tile", (padded_rows(plan.local_rows) // tile_m,), INT32)
+
+
+def dq_accum(plan: Plan, num_heads: int, deterministic: bool) -> Buffer:
+    """Declare dq in float32, in the portable backward."""
+    shape = (0,) if deterministic else (plan.local_rows, num_heads, TILES[plan.head_dims].head_dim)
+    return Buffer("dq in float32", shape, FLOAT32)
