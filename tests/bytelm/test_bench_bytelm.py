@@ -149,11 +149,6 @@ def test_every_configuration_has_a_row_with_its_columns(options, monkeypatch):
         assert {row["last_loss"] for row in rows} == {rows[0]["last_loss"]}
 
 
-def test_example_hash_is_of_the_sources():
-    assert len(bench_bytelm.example_hash()) == 16
-    assert bench_bytelm.EXAMPLE.joinpath("train.py").exists()
-
-
 def test_curves_of_the_page_are_the_recorded_ones():
     page = " ".join((SOURCE.parent / "docs" / "bytelm.md").read_text().split())
     rows = record.load(record.RESULTS / "curves.csv")

@@ -60,7 +60,7 @@ def is_running(process_id):
     return state not in "ZX"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_a_signal_to_launcher_and_ranks_stops_all_with_a_checkpoint(documents, tmp_path, number):
     """A terminal sends Ctrl-C like this, and a scheduler SIGTERM."""
     if launch.launcher.is_open_mpi(launch.mpiexec(2)[0]):
@@ -93,6 +93,7 @@ def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, tmp_path, r
         assert "ending after this micro-batch; Ctrl-C again ends at once" in errors and "ended at once" in errors
 
 
+@pytest.mark.exhaustive
 def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents, tmp_path):
     """MPICH's launcher, aborted by the second press, may return 0, so its status is not checked."""
     with running(2, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
@@ -109,7 +110,7 @@ def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(docu
     assert "stopped after step" not in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive)])
 def test_other_signals_only_ever_ask_for_the_end_after_a_micro_batch(documents, tmp_path, number):
     """Launchers and schedulers send them, some more than once."""
     metrics = tmp_path / "run.jsonl"

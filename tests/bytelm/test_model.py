@@ -72,22 +72,6 @@ def test_gradient_is_that_of_finite_differences(config):
         assert np.vdot(model.grads[name], direction) == pytest.approx(expected, rel=1e-6, abs=1e-9), name
 
 
-LAYOUTS = [
-    *((replace(SMALL, window=window), cp_size, {"sharding": sharding})
-      for window in (0, 6) for cp_size in (2, 4) for sharding in ("dual_chunk", "contiguous")),
-    *((HYBRID, cp_size, {"cp_comm_type": kind})
-      for cp_size, kind in [(2, "a2a"), (4, "a2a"), (3, "all_gather"), (4, "all_gather"), (2, "p2p"), (4, "p2p")]),
-]  # fmt: skip
-
-
-@pytest.mark.usefixtures("poisoned_host")
-@pytest.mark.parametrize(("config", "cp_size", "options"), LAYOUTS)
-def test_ranks_give_the_loss_and_gradient_of_one(config, cp_size, options):
-    several = outcome(config=config, cp_size=cp_size, slack=5, **options)
-    assert_same(several, outcome(config=config), config)
-    assert all(gradient.tobytes() == several.gradient.tobytes() for gradient in several.gradients)
-
-
 @pytest.mark.parametrize("config", [SMALL, HYBRID], ids=["attention", "hybrid"])
 def test_packed_documents_give_what_they_give_one_by_one(config):
     alone = [outcome(text, config, num_targets=TEXT.num_targets) for text in TEXT.one_by_one()]
@@ -104,16 +88,6 @@ def test_what_padding_holds_changes_no_bit(config, options):
     zeros, others = (outcome(config=config, cp_size=2, padding=x, slack=7, **options) for x in (0, 99))
     assert others.loss == zeros.loss
     assert others.gradient.tobytes() == zeros.gradient.tobytes()
-
-
-def test_masked_targets_do_not_count():
-    (document,) = Text.random((20,), masked=0).one_by_one()
-    first_half = Text(document.inputs, [np.where(np.arange(20) < 10, document.targets[0], -1).astype(np.int32)])
-    cut = Text([document.inputs[0][:10]], [document.targets[0][:10]])
-    masked, shorter = (outcome(text) for text in (first_half, cut))
-    assert first_half.num_targets == 10
-    assert masked.loss == pytest.approx(shorter.loss, rel=1e-6)
-    np.testing.assert_allclose(masked.gradient, shorter.gradient, atol=FLOAT32 * np.abs(shorter.gradient).max())
 
 
 def test_text_without_targets_has_neither_loss_nor_gradient():
@@ -142,18 +116,6 @@ def test_logits_depend_on_earlier_bytes_of_the_document_alone(config, last):
         differ = (x != y).any(axis=1)
         assert not differ[: 20 if i == 3 else None].any()
         assert i != 3 or (differ[20:last].all() and (last is None or not differ[last:].any()))
-
-
-def test_gradients_of_micro_batches_add_up():
-    model = single()
-    batch = thdattn.PackedBatch.from_lengths(LENGTHS, 2)
-    data = batch.pack(TEXT.inputs), batch.pack(TEXT.targets), model.plan(batch), TEXT.num_targets
-    loss = model.loss_and_gradient(*data)
-    assert loss.shape == () and loss.dtype == np.float32
-    assert model.loss(*data) == loss
-    once = model.gradient.copy()
-    model.loss_and_gradient(*data)
-    np.testing.assert_allclose(model.gradient, 2 * once, rtol=1e-6)
 
 
 def test_weights_are_the_same_on_every_rank_and_follow_the_seed():
@@ -200,14 +162,6 @@ def test_flops_by_hand(tied):
     assert model.flops(batch) == 6 * (3 * mlp + attention + 2 * mixer + 257 * 16) * 4 + of_pairs
 
 
-def test_plan_shows_what_a_loop_needs():
-    batch = thdattn.PackedBatch.from_lengths([3, 0, 5], 4)
-    plan = single().plan(batch, "contiguous")
-    assert plan.sharding.batch is batch and plan.sharding.strategy == "contiguous" and plan.local_rows == 12
-    assert plan.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
-    assert plan.valid.tolist() == [True] * 3 + [False] + [True] * 5 + [False] * 3
-
-
 @pytest.mark.parametrize("name", ["tokens", "targets"])
 @pytest.mark.parametrize("wrong", [np.zeros(7, np.int32), np.zeros(8, np.int64)], ids=["shape", "dtype"])
 def test_wrong_rows_are_refused(name, wrong):
@@ -229,12 +183,6 @@ def test_every_size_fits_the_kernels(size):
         found, wanted = (sum(map(math.prod, weight_shapes(SIZES[name]).values()))
                          for name in (size, size.removesuffix("-hybrid")))
         assert found == pytest.approx(wanted, rel=0.01), "a hybrid has the weights of its transformer"
-
-
-def test_1b_has_a_billion_weights():
-    c = SIZES["1b"]
-    layer = c.width * (c.heads + 2 * c.kv_heads) * c.head_dim + c.heads * c.head_dim * c.width + 3 * c.width * c.hidden
-    assert 0.9e9 < c.layers * layer < 1.1e9 and 4 <= c.kv_heads <= 8
 
 
 def test_mixers_begin_with_rates_and_steps_of_many_scales():

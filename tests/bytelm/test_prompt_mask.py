@@ -27,8 +27,7 @@ from programs import (
     trained,
     validations,
 )
-from runs import EVERY_WAY, MODEL, way_id
-from sizes import SIZES
+from runs import EVERY_WAY, way_id
 from texts import SMALL, busy_weights, to_host
 
 import thdattn
@@ -172,8 +171,8 @@ def folder(tmp_path):
 
 
 @pytest.mark.usefixtures("poisoned_host")
-@pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
-@pytest.mark.parametrize(("ranks", "cp_size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "cp_size", "sharding"), [
+    (1, 1, "contiguous"), (2, 2, "contiguous"), (2, 1, "dual_chunk"), (4, 2, "dual_chunk")])
 def test_loss_and_gradient_are_those_of_answers_alone(folder, weights, ranks, cp_size, sharding):
     """The oracle has logits of each text alone, and differences of that loss along random directions."""
     found, texts = computed(folder, weights, ranks=ranks, cp_size=cp_size, sharding=sharding)
@@ -224,28 +223,21 @@ def batches(long_dialogues):
     return list(itertools.islice(data.micro_batches(documents, packing, 0, Position(0, 0)), 40))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-@pytest.mark.parametrize(("engine", "num_batches", "cp_size"), [
-    ("reference", 4, 1), pytest.param("cuda", 40, None, marks=pytest.mark.gpu),
-])  # fmt: skip
-def test_every_way_with_graphs_makes_the_bits_without(batches, engine, num_batches, cp_size, way):
-    """Simulated ranks are two groups; a GPU captures graphs."""
-    some, config, found = batches[:num_batches], SIZES["tiny"] if engine == "cuda" else MODEL, []
-
-    def program(comm):
-        for graphs in ({}, way):
-            made = runs.trainer(comm, engine, cp_size=cp_size, config=config, **graphs)
-            found.append(runs.run(made, some, some[:3], 2, 10))
-            assert (runs.num_captured(made) > 0) == bool(graphs and engine == "cuda")
-            made.graphs.close()
-
-    runs.on_ranks(1 if cp_size is None else 2, program)
-    assert all(run.results == found[0].results for run in found)
+def test_every_way_with_graphs_makes_the_bits_without(batches, way):
+    found = []
+    for graphs in ({}, way):
+        made = runs.trainer(thdattn.comm.init("single"), "cuda", **graphs)
+        found.append(runs.run(made, batches, batches[:3], 2, 10))
+        assert (runs.num_captured(made) > 0) == bool(graphs)
+        made.graphs.close()
+    assert found[0].results == found[1].results
 
 
 @pytest.mark.parametrize("way", [{}, *EVERY_WAY], ids=way_id)
 @pytest.mark.parametrize(("engine", "ranks", "cp_size"), [
-    ("reference", 1, 1), ("reference", 2, 2), ("reference", 2, 1), pytest.param("cuda", 1, 1, marks=pytest.mark.gpu),
+    ("reference", 1, 1), ("reference", 2, 1), pytest.param("cuda", 1, 1, marks=pytest.mark.gpu),
 ])  # fmt: skip
 def test_a_step_of_prompts_alone_has_no_gradient(long_dialogues, engine, ranks, cp_size, way):
     """Pieces of a prompt that is longer than a micro-batch: loss and gradient are exactly 0, and finite."""

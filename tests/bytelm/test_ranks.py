@@ -12,7 +12,6 @@ import command_line
 import data
 import measure
 import numpy as np
-import passes
 import pytest
 import runs
 import train
@@ -31,15 +30,10 @@ from thdattn.plan import key_transfers
 
 A2A, GATHER, RING = (Method(kind, "contiguous") for kind in ("a2a", "all_gather", "p2p"))
 LAYOUTS = [
-    *(Layout(ranks, cp_size=cp_size) for ranks, cp_size in [(2, 2), (4, 4), (4, 2), (4, 1), (2, 1)]),
-    *(Layout(ranks, Method("all_gather", "balanced")) for ranks in (2, 3, 4)),
-    Layout(2, A2A), Layout(4, A2A), Layout(2, Method("a2a", "dual_chunk")), Layout(2, GATHER),
-    Layout(2, Method("p2p", "dual_chunk")), Layout(4, RING),
-    Layout(4, Method("a2a+all_gather", "dual_chunk", 2)), Layout(4, Method("a2a+all_gather", "balanced", 2)),
-    Layout(2, Method("a2a+all_gather", "dual_chunk", 2)), Layout(2, Method("a2a+all_gather", "balanced", 1)),
-    Layout(4, Method("a2a+p2p", "dual_chunk", 2)),
-    Layout(4, Method("all_gather", "balanced"), 2), Layout(4, Method("a2a+all_gather", "balanced", 2), 2),
-    *(Layout(*layout, config=HYBRID) for layout in [(2, A2A), (4, A2A), (2, GATHER), (4, RING), (4, A2A, 2)]),
+    Layout(2), Layout(4, cp_size=2), Layout(2, cp_size=1), Layout(3, Method("all_gather", "balanced")),
+    Layout(4, A2A), Layout(2, Method("p2p", "dual_chunk")), Layout(4, Method("a2a+all_gather", "dual_chunk", 2)),
+    Layout(4, Method("a2a+p2p", "dual_chunk", 2)), Layout(4, Method("a2a+all_gather", "balanced", 2), 2),
+    *(Layout(*layout, config=HYBRID) for layout in [(2, GATHER), (4, RING), (4, A2A, 2)]),
 ]  # fmt: skip
 
 
@@ -77,22 +71,6 @@ def test_the_first_step_is_on_the_mean_over_all_targets_of_all_groups(batches):
     for loss, found in thdattn.comm.run_local(4, program):
         assert loss == pytest.approx(np.average(means, weights=counts), rel=1e-6)
         np.testing.assert_allclose(found, gradient, atol=1e-5 * np.abs(gradient).max())
-
-
-class MeanOfMeans(passes.Eager):
-    """Common mistake: every group divides by its own targets."""
-
-    def gradient(self, batches, check=passes.no_check):
-        count = self.grid.num_groups * sum(batch.num_targets for batch in self.grid.dealt(batches))
-        return self._gradient(self._inputs(dealt, count) for dealt in self.grid.rounds(batches))
-
-
-def test_the_mean_of_the_means_of_groups_would_be_seen(batches, eager, monkeypatch):
-    monkeypatch.setitem(passes.WAYS, "none", MeanOfMeans)
-    layout = Layout(4, cp_size=2)
-    found, (alone,) = runs.outcome(layout, batches[layout.rule], 2)[0], eager(layout.alone, 2)
-    loss, norm, _, gradient, learnt = differs(found, alone, MODEL)
-    assert loss > CLOSE and min(norm, gradient, learnt) > 10 * CLOSE
 
 
 @pytest.mark.parametrize("num_batches", [1, 3, 4, 7])
@@ -311,17 +289,10 @@ def test_as_many_neighbours_exchange_heads_as_these_allow(heads, cp_size, most):
     ("ranks", "words", "message"),
     [
         (2, "--cp-inner 2", "--cp-inner is 2 and --cp-comm-type all_gather, wanted one of two levels with that"),
-        (2, "--cp-inner 2 --cp-comm-type a2a", "--cp-inner is 2 and --cp-comm-type a2a, wanted one of two levels"),
         (4, "--cp-inner 3 --cp-comm-type a2a+p2p", "--cp-inner is 3, wanted a number that divides the 4 ranks of a g"),
         (4, "--cp-inner 2 --cp-comm-type a2a+p2p", "num_kv_heads is 1 and comm has 2 ranks in its inner groups"),
-        (4, "--cp-comm-type a2a", "num_heads is 2 and num_kv_heads 1, wanted heads that can be spread over the 4 rank"),
-        (2, "--cp-comm-type a2a --sharding balanced", "sharding is 'balanced' and cp_comm_type 'a2a', wanted"),
         (2, "--sharding balanced --cuda-graph-impl local",
          "sharding is 'balanced' and the impl of the CUDA graphs 'local', wanted 'dual_chunk' or 'contiguous'"),
-        (4, "--cp-comm-type a2a+all_gather --sharding balanced --cuda-graph-impl full_iteration",
-         "sharding is 'balanced' and the impl of the CUDA graphs 'full_iteration', wanted"),
-        (2, "--cp-comm-type p2p --cuda-graph-impl local",
-         "cp_comm_type is 'p2p' and the impl of the CUDA graphs 'local', wanted 'all_gather', 'a2a' or"),
         (1, "--cuda-graph-impl local --cuda-graph-modules mamba", "modules has 'mamba', wanted some of 'attn'"),
     ],
 )
@@ -345,9 +316,7 @@ def test_what_does_not_go_with_mixers_is_refused_by_both_names(monkeypatch, word
     ("of_rank", "message"),
     [
         (lambda rank: {"cp_size": 3}, "--cp is 3, wanted a number that divides the 4 ranks; pass one of 1, 2, 4"),
-        (lambda rank: {"cp_size": 8}, "--cp is 8, wanted a number that divides the 4 ranks"),
         (lambda rank: {"cp_size": 0}, "--cp is 0, wanted a number that divides the 4 ranks"),
-        (lambda rank: {"cp_size": -2}, "--cp is -2, wanted a number that divides the 4 ranks"),
         (lambda rank: {"cp_size": 1 + (rank > 0)}, "--cp is not the same on all ranks: rank 0 has 1, but rank 1 has 2"),
         (lambda rank: {"inner": 1 + (rank > 0)}, "--cp-inner is not the same on all ranks: rank 0 has 1, but"),
     ],

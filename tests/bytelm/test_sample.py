@@ -59,8 +59,8 @@ def recomputed(model, prompt, num_bytes, draws, top_k, temperature):
 PROMPTS = [b"import os", b"", b"x", b"class Error(Exception):\n"]
 
 
-@pytest.mark.parametrize("config", [SIZES["tiny"], HYBRID], ids=["tiny", "hybrid"])
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, VOCAB), (1.5, 40), (0, VOCAB)])
+@pytest.mark.parametrize(("config", "temperature", "top_k"), [
+    (SIZES["tiny"], 1.0, VOCAB), (SIZES["tiny"], 0, VOCAB), (HYBRID, 1.5, 40)], ids=["tiny", "likeliest", "hybrid"])
 def test_texts_that_grow_together_are_those_that_are_computed_anew_for_every_byte(config, temperature, top_k):
     model = decided(config)
     sampler = sample.Sampler(model, len(PROMPTS), 60, temperature, top_k)
@@ -112,14 +112,6 @@ def test_the_last_byte_fits_exactly_and_one_more_is_refused_before_the_start(mod
         sampler.generate([b"", b"abc"], 6, rng)
     with pytest.raises(ValueError, match="prompts are 1, wanted 2"):
         sampler.generate([b""], 6, rng)
-
-
-def test_the_same_seed_draws_the_same_texts_and_another_seed_others(model):
-    def drawn(seed):
-        return sample.Sampler(model, 3, 11).generate([b"a"] * 3, 10, np.random.default_rng(seed))
-
-    assert drawn(1) == drawn(1) != drawn(2)
-    assert len(set(drawn(1))) == 3, "each sample has its own draws"
 
 
 def draws(logits, count, top_k, temperature, seed=0):

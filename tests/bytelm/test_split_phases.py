@@ -30,8 +30,7 @@ class AtOnce(thdattn.CPAttention):
 
 
 @pytest.mark.usefixtures("poisoned_host")
-@pytest.mark.parametrize("keep_keys", [False, True])
-@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize(("cp_size", "keep_keys"), [(2, False), (4, True)])
 def test_order_of_work_changes_no_bit(documents, monkeypatch, cp_size, keep_keys):
     """Losses, norms, weights and gradients over some steps are the same."""
     batches = runs.batches(documents, 8, cp_size=cp_size)

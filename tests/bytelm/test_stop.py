@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from types import SimpleNamespace
 
 import checkpoint
@@ -14,8 +13,7 @@ import runs
 import train
 from interrupt import Stop, Stopped
 from model import Model
-from programs import MISBEHAVE, NOBODY_INTERRUPTS, TRAIN, arguments, lines_of, small, start
-from runs import EVERY_WAY, way_id
+from programs import MISBEHAVE, NOBODY_INTERRUPTS, arguments, lines_of, small, start, trained
 
 import thdattn
 
@@ -43,7 +41,7 @@ def begun(output, what):
 # --- the check ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", [(), (0,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("asked", [(), (2,), (0, 1, 2)])
 def test_all_ranks_stop_if_one_was_asked_to(asked):
     def program(comm):
         clock = SimpleNamespace(mark=lambda: None, wait=lambda mark: None)
@@ -67,8 +65,8 @@ def test_the_host_waits_for_the_micro_batch_before_the_last_alone():
     assert events == ["mark", "mark", 1, "mark", 2, "mark", 4]
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-@pytest.mark.parametrize("way", [{}, *EVERY_WAY], ids=way_id)
+@pytest.mark.parametrize(("way", "cp_size"), [
+    ({}, 1), ({}, 2), ({"impl": "local"}, 1), ({"impl": "local"}, 2), ({"impl": "full_iteration"}, 2)])
 def test_all_ranks_leave_the_same_micro_batch_and_weights_stay(documents, monkeypatch, way, cp_size):
     """One rank is asked to amid the third of eight micro-batches of the second step."""
     batches, counts = runs.batches(documents, 16, cp_size=cp_size), {}
@@ -119,39 +117,25 @@ def test_a_validation_is_left_between_two_micro_batches(documents):
 # --- the program -------------------------------------------------------------------------------------------------
 
 
-GROUPS = {1: {}, 2: {"cp": 2}, 4: {"cp": 2, "accumulate": 2}}  # by processes
+GRIDS = {"1": {}, "2": {"cp": 2}, "2 in groups of 1": {"cp": 1, "accumulate": 2}}
 
 
-def options_of(documents, folder, ranks, **changed):
+def options_of(documents, folder, grid, **changed):
     """Return options of 6 steps of 4 micro-batches; a validation is due after steps 0, 2, 4 and 6."""
-    values = {"steps": 6, "val_every": 2, "save_every": 100, "accumulate": 4, "val_bytes": 400, **GROUPS[ranks]}
+    values = {"steps": 6, "val_every": 2, "save_every": 100, "accumulate": 4, "val_bytes": 400, **GRIDS[grid]}
     return small(documents, checkpoint=folder, metrics=folder / "run.jsonl", engine="reference", **values | changed)
 
 
-@pytest.fixture(scope="module")
-def whole(documents, tmp_path_factory):
-    """Run without an interrupt, once: number of processes -> folder."""
-
-    @cache
-    def folder_of(ranks):
-        folder = tmp_path_factory.mktemp("whole")
-        run = start(ranks, TRAIN, *options_of(documents, folder, ranks))
-        assert run.returncode == 0, run.stderr
-        return folder
-
-    return folder_of
-
-
-@pytest.mark.parametrize(("ranks", "accident", "number", "step", "validated", "micro_batches"), [
-    (1, "amid", 3, 2, True, 2), (2, "validating", 3, 4, False, 1),
+@pytest.mark.parametrize(("grid", "accident", "number", "step", "validated", "micro_batches"), [
+    ("1", "amid", 3, 2, True, 2), ("2", "validating", 3, 4, False, 1),
     *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in (
-        (2, "amid", 3, 2, True, 2), (2, "early", 0, 0, False, 0), (4, "amid", 3, 3, True, 0))),
+        ("2", "amid", 3, 2, True, 2), ("2", "early", 0, 0, False, 0), ("2 in groups of 1", "amid", 3, 3, True, 0))),
 ])  # fmt: skip
 def test_a_signal_to_one_process_ends_all_and_the_resumed_run_is_the_uninterrupted_one(
-    documents, whole, tmp_path, ranks, accident, number, step, validated, micro_batches
+    documents, tmp_path, monkeypatch, capsys, grid, accident, number, step, validated, micro_batches
 ):
-    """The signal comes to the last rank alone."""
-    words = options_of(documents, tmp_path, ranks)
+    """The signal comes to the last rank alone; simulated ranks make the other runs."""
+    words, whole, ranks = options_of(documents, tmp_path, grid), tmp_path / "whole", int(grid[0])
     run = start(ranks, MISBEHAVE, accident, ranks - 1, number, *words)
     assert run.returncode == 0, run.stderr
     assert f"stopped after step {step}, --resume goes on" in run.stdout
@@ -161,11 +145,11 @@ def test_a_signal_to_one_process_ends_all_and_the_resumed_run_is_the_uninterrupt
     metrics = tmp_path / "run.jsonl"
     with metrics.open("a") as file:
         file.write('{"step": 4, "loss": 5.1, "bits_pe')  # a killed run leaves such a line
-    run = start(ranks, TRAIN, *words, "--resume")
-    assert run.returncode == 0, run.stderr
-    assert ("going on after step" in run.stdout) == (step > 0)
-    same_run(checkpoint.load(tmp_path), checkpoint.load(whole(ranks)))
-    assert curve(metrics) == curve(whole(ranks) / "run.jsonl")
+    trained(monkeypatch, ranks, *words, "--resume")
+    assert ("going on after step" in capsys.readouterr().out) == (step > 0)
+    trained(monkeypatch, ranks, *options_of(documents, whole, grid))
+    same_run(checkpoint.load(tmp_path), checkpoint.load(whole))
+    assert curve(metrics) == curve(whole / "run.jsonl")
 
 
 def test_ctrl_c_stops_all_before_the_same_step(documents, tmp_path):
@@ -196,7 +180,7 @@ def test_documents_are_no_longer_read_once_a_run_ends(documents, monkeypatch):
 def test_a_validation_that_was_left_out_is_made_once(documents, tmp_path, monkeypatch):
     """This holds after the last step too: the resumed run writes it into its checkpoint."""
     single, asked = thdattn.comm.init("single"), SimpleNamespace(requested=False)
-    words = options_of(documents, tmp_path, 1, steps=2, accumulate=2)
+    words = options_of(documents, tmp_path, "1", steps=2, accumulate=2)
     loss = passes.Eager.loss
 
     def asking(self, batches, num_targets):

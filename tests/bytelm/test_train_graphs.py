@@ -15,18 +15,17 @@ import pytest
 import runs
 import train
 from programs import NOBODY_INTERRUPTS, arguments, lines_of, options, small, trained
-from runs import EVERY_WAY, MODEL, Layout, Method, overflows, way_id, ways_of
+from runs import EVERY_WAY, MODEL, Layout, Method, overflows, way_id
 from texts import HYBRID
 
 import thdattn
 from thdattn.graphs import Captured, CudaGraphConfig, Graphs, Upload
 
+A2A = Method("a2a", "contiguous")
 WHOLE = [{"impl": "local"}, {"impl": "full_iteration"}]
 LAYOUTS = [
-    *((Layout(1), way) for way in EVERY_WAY), *((Layout(4, cp_size=2), way) for way in EVERY_WAY),
-    *((Layout(1, Method("a2a", "contiguous"), config=HYBRID), way) for way in ways_of(HYBRID)),
-    *itertools.product([Layout(2), Layout(2, cp_size=1), Layout(2, Method("a2a", "contiguous")),
-                        Layout(2, Method("a2a", "dual_chunk")),
+    *((Layout(1), way) for way in EVERY_WAY), (Layout(1, A2A, config=HYBRID), {"impl": "local", "modules": ("mamba",)}),
+    *itertools.product([Layout(4, cp_size=2), Layout(2, cp_size=1), Layout(1, A2A, config=HYBRID),
                         Layout(4, Method("a2a+all_gather", "dual_chunk", 2))], WHOLE),
 ]  # fmt: skip
 

@@ -5,37 +5,37 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from launch import SOURCE, run_ranks
 
+import thdattn
+
+sys.path.append(str(SOURCE.parent / "examples"))
+
+import packed_documents
+
 EXAMPLE = SOURCE.parent / "examples" / "packed_documents.py"
-SMALL = ("--tokens", "3000", "--repeats", "1")
+SMALL = ("--tokens", "1500", "--repeats", "1")
 
 
-def run_alone(*arguments: str, program: Path | str = EXAMPLE) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(EXAMPLE.parent)])}
-    command = [sys.executable, str(program), *SMALL, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+def run_here(monkeypatch, capsys, *words):
+    """Run it in this process: (status, what it printed)."""
+    monkeypatch.setattr(sys, "argv", ["packed_documents.py", *SMALL, *words])
+    return packed_documents.main(), capsys.readouterr().out
 
 
-def test_two_simulated_ranks_pass():
-    run = run_alone("--ranks", "2")
+def test_two_simulated_ranks_pass_and_plot_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, str(EXAMPLE), *SMALL, "--ranks", "2", "--plot", str(tmp_path / "picture.png")]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2 ranks (simulated in this process)" in run.stdout
     assert run.stdout.count("PASS") == 5  # out, dq, dk, dv, padding
     assert "NaN on purpose" in run.stdout
-
-
-@pytest.mark.parametrize(
-    "options",
-    ["--full", "--window 100 --seed 3", "--full --window 50 --sharding contiguous", "--window 100 --sharding balanced"],
-)
-def test_every_mask_and_sharding_passes(options):
-    run = run_alone("--ranks", "3", *options.split())
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("PASS") == 5
+    picture = (tmp_path / "picture.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 
 def test_two_processes_print_one_report():
@@ -45,30 +45,30 @@ def test_two_processes_print_one_report():
     assert run.stdout.count("PASS") == 5
 
 
-def test_plot_writes_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    run = run_alone("--ranks", "2", "--plot", str(tmp_path / "picture.png"))
-    assert run.returncode == 0, run.stdout + run.stderr
-    picture = (tmp_path / "picture.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) > 20_000
-
-
 @pytest.mark.parametrize(
-    ("spoil", "culprit"), [("dq = dq * 2", "dq"), ("dv[:] = float('nan')", "dv"), ("dk[:] = 1", "padding")]
+    "options",
+    ["--full", "--window 100 --seed 3", "--full --window 50 --sharding contiguous", "--window 100 --sharding balanced"],
 )
-def test_a_wrong_result_fails_and_is_named(spoil, culprit, tmp_path):
-    program = tmp_path / "spoiled.py"
-    program.write_text(f"""
-import sys, packed_documents, thdattn
-right = thdattn.CPAttention.backward
-def backward(*arguments):
-    dq, dk, dv = right(*arguments)
-    {spoil}
-    return dq, dk, dv
-thdattn.CPAttention.backward = backward
-sys.exit(packed_documents.main())
-""")
-    run = run_alone("--ranks", "2", program=program)
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert [line for line in run.stdout.splitlines() if line.split()[:1] == [culprit] and line.endswith("FAIL")]
+def test_every_mask_and_sharding_passes(monkeypatch, capsys, options):
+    status, said = run_here(monkeypatch, capsys, "--ranks", "3", *options.split())
+    assert status == 0 and said.count("PASS") == 5, said
+
+
+@pytest.mark.parametrize("culprit", ["dq", "dv", "padding"])
+def test_a_wrong_result_fails_and_is_named(monkeypatch, capsys, culprit):
+    right = thdattn.CPAttention.backward
+
+    def backward(*arguments):
+        dq, dk, dv = right(*arguments)
+        if culprit == "dq":
+            dq = dq * 2
+        elif culprit == "dv":
+            dv[:] = float("nan")
+        else:
+            dk[:] = 1
+        return dq, dk, dv
+
+    monkeypatch.setattr(thdattn.CPAttention, "backward", backward)
+    status, said = run_here(monkeypatch, capsys, "--ranks", "2")
+    assert status == 1
+    assert [line for line in said.splitlines() if line.split()[:1] == [culprit] and line.endswith("FAIL")], said

@@ -131,7 +131,7 @@ def test_some_dozen_packs_pass_on_simulated_ranks(capsys, tmp_path):
 
 def found_and_repeated(capsys, *words):
     """Why the first case failed that a soak found; it fails again by its line, and passes without the defect."""
-    status, said = run_fuzz(capsys, "--packs", "64", "--seconds", "600", *words)
+    status, said = run_fuzz(capsys, "--packs", "16", "--seconds", "600", *words)
     failed = LINE.search(said)
     assert status == 1 and failed, said
     again, what = run_fuzz(capsys, "--case", failed[1])
@@ -207,7 +207,7 @@ def test_a_second_rounding_is_more_than_luck(capsys, monkeypatch):
         return dq, *others
 
     monkeypatch.setattr(reference, "attn_bwd", wrong)
-    status, said = run_fuzz(capsys, "--packs", "96", "--seconds", "600")
+    status, said = run_fuzz(capsys, "--packs", "48", "--seconds", "600")
     summary = SUMMARY.search(said)
     assert status == 1 and summary and summary[5], said
 

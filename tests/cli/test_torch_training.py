@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -71,16 +70,15 @@ def test_loss_falls(truth, groups):
     assert truth(groups)[-1] < truth(groups)[0] / 20
 
 
-@pytest.mark.parametrize(("ranks", "cp_size"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "cp_size"), [(2, 1), (4, 2)])
 def test_losses_of_dp_and_cp_are_those_of_float64(monkeypatch, truth, ranks, cp_size):
-    right, lock = example.Model, threading.Lock()
+    torch.manual_seed(0)
+    right = example.Model
+    weights = right(thdattn.comm.init("single"), torch.float32, "reference").state_dict()
 
     def model(*arguments):
-        made = right(*arguments)
-        with lock:  # torch has one random generator for all threads, which simulated ranks are
-            torch.manual_seed(0)
-            made.project_in.reset_parameters()
-            made.project_out.reset_parameters()
+        made = right(*arguments)  # at random: torch has one generator for all threads, which simulated ranks are
+        made.load_state_dict(weights)
         return made
 
     def program(comm):
@@ -99,7 +97,7 @@ def test_the_program_alone_prints_the_losses(truth):
     same(printed(run), truth(1))
 
 
-@pytest.mark.parametrize("start", [run_ranks, run_torchrun])
+@pytest.mark.parametrize("start", [pytest.param(run_ranks, marks=pytest.mark.exhaustive), run_torchrun])
 def test_processes_print_the_losses_once(truth, start):
     same(printed(start(2, EXAMPLE, "1", timeout=240)), truth(2))
 
