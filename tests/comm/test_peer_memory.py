@@ -158,6 +158,31 @@ def test_what_the_pool_holds_free_is_given_back(ranks, call):
     ranks(program)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_all_ranks_have_windows_before_one_asks_for_its_arrays(ranks, at_once):
+    """Arrays may come from the block of CuPy's pool that windows need, and fail on one rank alone."""
+    def program(memory, gpu):
+        asked = []
+
+        class Places(list):
+            def __getitem__(self, group):
+                asked.append(group)
+                return super().__getitem__(group)
+
+        places = Places([[host_memory.on_gpu(np.zeros((SIZE * 5000, 1, 4), np.float32))] for _ in range(2)])
+        send = host_memory.on_gpu(rows(memory.rank, 0, 5000))
+        if memory.rank == 1:
+            gpu.left = 100_000
+        with pytest.raises(MemoryError, match=r"making 2 windows of keys of .* failed on rank 1"):
+            memory.gather_heads([send], places, at_once)
+        assert not asked
+        gpu.left = 1 << 30
+        memory.gather_heads([send], places, at_once)
+        assert asked
+
+    ranks(program)
+
+
 @pytest.mark.parametrize("step", ["handle", "open"])
 def test_windows_that_cannot_be_shared_are_given_back_by_all(ranks, step):
     def program(memory, gpu):

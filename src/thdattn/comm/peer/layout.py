@@ -18,6 +18,11 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
+def total(sizes: Sequence[int]) -> int:
+    """Return where the last of some arrays ends when they follow each other."""
+    return sum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes])
+
+
 @functools.lru_cache(maxsize=64)
 def offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> list[int]:
     """Return the offsets of arrays of these shapes."""

@@ -116,10 +116,12 @@ class PeerMemory:
         Args:
             marks: address and number for that kernel, see PeerExchange.
         """
-        stream, route = self.enter(), self._route(sends, recvs)
+        stream = self.enter()
         if at_once and len(recvs) == 1:
-            return [self._all_by_kernel(stream, route, sends, marks)]
-        window = self._memory.window(KEYS, route.num_bytes, stream.is_capturing())
+            return [self._all_by_kernel(stream, self._route(sends, recvs), sends, marks)]
+        num_bytes = layout.total([send.nbytes for send in sends])
+        window = self._memory.window(KEYS, num_bytes, stream.is_capturing())
+        route = self._route(sends, recvs)  # asks for arrays, which may be made of the pool's last large block
         if at_once:
             return self._first_by_kernel(stream, route, window, sends, recvs, marks)
         window.free(stream)
@@ -259,7 +261,7 @@ class PeerMemory:
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         """See Comm.gather_bytes. A single group is written to its readers' windows; several stay in the sender's."""
         num_parts = self.size - 1 if num_groups == 1 else 1
-        return {KEYS: self._both(layout.rounded_up(num_parts * offsets(sends)[-1]))}
+        return {KEYS: self._both(layout.rounded_up(num_parts * layout.total(sends)))}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
         """See Comm.sum_bytes. The last group goes to its owners; partial sums of the other groups are pulled."""
