@@ -67,18 +67,15 @@ class OurScan(OurMixer):
     def __init__(self, case: MixerCase, inputs: MixerInputs) -> None:
         super().__init__(case, inputs)
         self.alone = _WithoutConvolution(self.mixer._mixer, inputs.channels)
+        self.layer = context_parallel.Layer(self.alone, self.mixer.comm, self.mixer._shape)
 
     def forward(self) -> None:
-        mixer, inputs = self.mixer, self.inputs
-        self.out, self.kept = context_parallel.forward(
-            self.alone, mixer.comm, self.plan, inputs.zxbcdt, inputs.weights, mixer._shape
-        )
+        self.out, self.kept = context_parallel.forward(self.layer, self.plan, self.inputs.zxbcdt, self.inputs.weights)
 
     def backward(self) -> None:
-        mixer, inputs = self.mixer, self.inputs
+        inputs = self.inputs
         self.grads = context_parallel.backward(
-            self.alone, mixer.comm, self.plan, inputs.dout, inputs.zxbcdt, inputs.weights, self.kept, mixer._shape
-        )
+            self.layer, self.plan, inputs.dout, inputs.zxbcdt, inputs.weights, self.kept)
 
     def results(self) -> Sequence[Any]:
         if self.grads is None:

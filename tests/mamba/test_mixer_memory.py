@@ -108,8 +108,8 @@ def step(mixer, plan):
     shape = mixer._shape
     zxbcdt, dout = (np.zeros((plan.local_rows, width), BFLOAT16) for width in (shape.columns, shape.d_inner))
     weights = thdattn.Mamba2Weights(*(np.zeros(of_one, np.float32) for of_one in shape.weights))
-    _, kept = context_parallel.forward(mixer._mixer, mixer.comm, plan, zxbcdt, weights, shape, mixer.keep_activations)
-    context_parallel.backward(mixer._mixer, mixer.comm, plan, dout, zxbcdt, weights, kept, shape)
+    _, kept = context_parallel.forward(mixer._layer, plan, zxbcdt, weights)
+    context_parallel.backward(mixer._layer, plan, dout, zxbcdt, weights, kept)
 
 
 @pytest.mark.parametrize("norm", [None, "after_gate", "before_gate"])

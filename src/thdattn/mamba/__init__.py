@@ -59,7 +59,7 @@ class MixerEngine(Protocol):
     ) -> None: ...
 
     def mixer_scan(
-        self, act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
+        self, made: tuple[Array, Activations], states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
         into: tuple[Array, Array],
     ) -> None: ...
 
@@ -71,8 +71,8 @@ class MixerEngine(Protocol):
     def mixer_gradients(self, plan: Plan, shape: MixerShape) -> Gradients: ...
 
     def mixer_gate_states(
-        self, dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
-        into: Gradients,
+        self, dout: Array, zxbcdt: Array, made: tuple[Array, Activations], plan: Plan, shape: MixerShape,
+        into: tuple[Array, Gradients],
     ) -> tuple[Array, Array, Array]: ...
 
     def mixer_norm_states(
@@ -81,7 +81,7 @@ class MixerEngine(Protocol):
     ) -> tuple[Array, Array, Array]: ...
 
     def mixer_bwd(
-        self, act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, plan: Plan,
+        self, made: tuple[Activations, Array], states: tuple[Array, Array], weights: Mamba2Weights, plan: Plan,
         shape: MixerShape, segments: slice, into: Gradients,
     ) -> None: ...
 

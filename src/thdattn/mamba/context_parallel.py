@@ -44,17 +44,24 @@ class Kept(NamedTuple):
     act: Any = None
 
 
-def forward(
-    engine: MixerEngine, comm: Comm, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, shape: MixerShape,
-    keep: bool = True,
-) -> tuple[Any, Kept]:
+class Layer(NamedTuple):
+    """A mixer: its functions, thdattn.mamba.reference or thdattn.mamba.cuda, its ranks and its sizes.
+
+    keep: forward keeps the results of the convolution.
+    """
+
+    engine: MixerEngine
+    comm: Comm
+    shape: MixerShape
+    keep: bool = True
+
+
+def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tuple[Any, Kept]:
     """Compute out of this rank's rows, and what the backward needs; see Mamba2Mixer.
 
-    Args:
-        engine: the mixer's functions, thdattn.mamba.reference or thdattn.mamba.cuda.
-        zxbcdt, weights: the engine's arrays.
-        keep: True keeps the results of the convolution.
+    zxbcdt, weights: the engine's arrays.
     """
+    engine, comm, shape, keep = layer
     halo = engine.mixer_tail(zxbcdt, plan, shape)
     if comm.size > 1 and shape.reach:
         tails, wait = _gather(comm, plan, "rows", halo)
@@ -65,7 +72,7 @@ def forward(
     y, out = (plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
 
     def scan(segments: slice) -> None:
-        engine.mixer_scan(act, zxbcdt, states, weights.D, plan, shape, segments, (y, out))
+        engine.mixer_scan((zxbcdt, act), states, weights.D, plan, shape, segments, (y, out))
 
     if comm.size == 1:
         scan(slice(len(states)))
@@ -82,8 +89,9 @@ def forward(
     return out, Kept(y, halo, states, act if keep else None)
 
 
-def memory(engine: MixerEngine, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -> Memory:
+def memory(layer: Layer, plan: Plan) -> Memory:
     """Return the bytes that forward and backward allocate for a mixer with this plan, which needs no arrays."""
+    engine, comm, shape, keep = layer
     rows, segments = plan.local_rows, -(-plan.local_rows // engine.mixer_segment_rows)
     zxbcdt = Buffer("zxbcdt", (rows, shape.columns), shape.dtype)
     work, backward = engine.mixer_forward_buffers(plan, shape), engine.mixer_backward_buffers(plan, shape)
@@ -120,24 +128,24 @@ def activations(
 
 
 def backward(
-    engine: MixerEngine, comm: Comm, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept,
-    shape: MixerShape,
+    layer: Layer, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept
 ) -> tuple[Any, Mamba2Weights]:
     """Return the gradients of forward: dzxbcdt of this rank's rows, and their partial sums of the weights' gradients.
     """
+    engine, comm, shape, _ = layer
     y, halo, states, _ = kept
     dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype)
     act = activations(engine, plan, zxbcdt, weights, kept, shape)
     gradients = engine.mixer_gradients(plan, shape)
+    made, into = (y, act), (dzxbcdt, gradients)
     if shape.norm:
-        dy, dstates, decays = engine.mixer_norm_states(
-            dout, zxbcdt, (y, act), weights, plan, shape, (dzxbcdt, gradients))
+        dy, dstates, decays = engine.mixer_norm_states(dout, zxbcdt, made, weights, plan, shape, into)
     else:
-        dy, dstates, decays = engine.mixer_gate_states(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
+        dy, dstates, decays = engine.mixer_gate_states(dout, zxbcdt, made, plan, shape, into)
     summary = engine.mixer_fold(dstates, decays, plan, shape, reverse=True)
 
     def scan(segments: slice) -> None:
-        engine.mixer_bwd(act, dy, states, dstates, weights, plan, shape, segments, gradients)
+        engine.mixer_bwd((act, dy), (states, dstates), weights, plan, shape, segments, gradients)
 
     if comm.size == 1:
         scan(slice(len(states)))

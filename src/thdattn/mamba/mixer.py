@@ -108,6 +108,7 @@ class Mamba2Mixer:
         self._shape = MixerShape(
             self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, self.dtype, of_norm
         )
+        self._layer = context_parallel.Layer(self._mixer, self.comm, self._shape, self.keep_activations)
         self._lengths: Any = None  # of the last plan, if they are on a GPU
 
     def _check_sizes(self, **sizes: int) -> None:
@@ -178,7 +179,7 @@ class Mamba2Mixer:
             TypeError, ValueError: as plan, for errors that one rank finds by itself.
         """
         plan = self._outline(batch, sharding, None, False)
-        return context_parallel.memory(self._mixer, self.comm, plan, self._shape, self.keep_activations)
+        return context_parallel.memory(self._layer, plan)
 
     def _outline(
         self, batch: PackedBatch, sharding: str | Sharding | None, like: PackedBatch | None, finite_padding: bool
@@ -212,9 +213,7 @@ class Mamba2Mixer:
                 "zxbcdt", zxbcdt, (plan.local_rows, self._shape.columns), self.dtype,
                 "pass this rank's rows (Sharding.shard cuts them out) with the columns z, x, B, C, dt")
             weights = self._as_weights(weights)
-        out, kept = context_parallel.forward(
-            self._mixer, self.comm, plan, zxbcdt, weights, self._shape, self.keep_activations
-        )
+        out, kept = context_parallel.forward(self._layer, plan, zxbcdt, weights)
         return out, Mamba2Saved(zxbcdt, weights, plan, kept, self._shape, plan.generation)
 
     def backward(self, dout: Any, saved: Mamba2Saved) -> tuple[Any, Mamba2Weights]:
@@ -242,9 +241,7 @@ class Mamba2Mixer:
                 saved.generation.check("saved")
             dout = self._as_array("dout", dout, (plan.local_rows, self._shape.d_inner), self.dtype,
                                   "pass the gradient of what forward returned")
-        return context_parallel.backward(
-            self._mixer, self.comm, plan, dout, saved.zxbcdt, saved.weights, saved.kept, self._shape
-        )
+        return context_parallel.backward(self._layer, plan, dout, saved.zxbcdt, saved.weights, saved.kept)
 
     def cache(self, num_texts: int) -> Mamba2Cache:
         """Return a decode cache for num_texts empty sequences. Its size does not depend on their lengths.

@@ -216,7 +216,7 @@ class PeerMemory:
         at = [window.address(peer, slot[self.rank]) for peer, slot in enumerate(slots)]
         for array, peer in sorted(recvs, key=lambda pair: (pair[1] - self.rank) % self.size):  # ranks begin apart
             place, rows, width, pitch = rows_of(array)
-            _copy_rows(self._runtime, place, pitch, at[peer], width, width, rows, self._pulls.ptr)
+            _copy_rows(self._runtime, (place, pitch), (at[peer], width), width, rows, self._pulls.ptr)
             at[peer] += array.nbytes
         window.take(self._pulls)
         return self._arrival(stream)
@@ -389,7 +389,7 @@ class _Slice(NamedTuple):
     def pull(self, runtime: Any, target: int, rank: int, source: int, stream: int) -> None:
         """Copy the heads from a rank's window at `source` to its place in an array of these heads at `target`."""
         target, source = target + rank * self.width * self.rows, source + self.first
-        _copy_rows(runtime, target, self.width, source, self.pitch, self.width, self.rows, stream)
+        _copy_rows(runtime, (target, self.width), (source, self.pitch), self.width, self.rows, stream)
 
 
 class _Route:
@@ -434,13 +434,12 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
 
 
 def _copy_rows(
-    runtime: Any, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
+    runtime: Any, target: tuple[int, int], source: tuple[int, int], width: int, rows: int, stream: int
 ) -> None:
-    """Copy `rows` times `width` bytes, with a pitch of their own on either side."""
-    if width == target_pitch == source_pitch:
+    """Copy `rows` times `width` bytes; target, source: an address, and the bytes from row to row."""
+    if width == target[1] == source[1]:
         if width * rows:
-            runtime.memcpyAsync(target, source, width * rows, runtime.memcpyDefault, stream)
+            runtime.memcpyAsync(target[0], source[0], width * rows, runtime.memcpyDefault, stream)
     elif width * rows:
-        runtime.memcpy2DAsync(
-            target, target_pitch, source, source_pitch, width, rows, runtime.memcpyDefault, stream)
+        runtime.memcpy2DAsync(*target, *source, width, rows, runtime.memcpyDefault, stream)
 

@@ -43,42 +43,49 @@ def plan_arrays(
     Raises:
         RuntimeError: lengths on the host, on a stream that captures a CUDA graph.
     """
+    spec = _Spec(sharding, cp_rank, window, tiles, key_batch, keys_of)
     if sharding.batch.on_device:
         lengths = lengths or DeviceLengths(sharding, key_batch)
-        rows = _rows(sharding, cp_rank, key_batch, lengths.checked, lengths)
-        return _arrays(rows, sharding, cp_rank, window, tiles, key_batch, keys_of, lengths)
+        return _arrays(spec, _rows(spec, lengths.checked, lengths), lengths)
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             "a batch with its lengths on the host was planned on a stream that captures a CUDA graph, wanted lengths "
             "on the GPU there; make the plan before the capture, or use thdattn.graphs.StaticPack"
         )
     if key_batch is not None:
-        rows = _rows(sharding, cp_rank, key_batch, _uploaded(sharding.batch, key_batch))
-        return _arrays(rows, sharding, cp_rank, window, tiles, key_batch)
-    return _shared(sharding, cp_rank, window, tiles, keys_of)
+        return _arrays(spec, _rows(spec, _uploaded(sharding.batch, key_batch)))
+    return _cached(spec)
+
+
+class _Spec(NamedTuple):
+    """Properties that the arrays of a plan depend on; see Plan."""
+
+    sharding: Sharding
+    cp_rank: int
+    window: tuple[int, int]
+    tiles: tuple[int, int]
+    key_batch: PackedBatch | None
+    keys_of: int | None
 
 
 # The last plans of a batch by rank, and by rank and mask: weak references to arrays that are never written again.
 _planned: weakref.WeakKeyDictionary[PackedBatch, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def _shared(
-    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int], keys_of: int | None
-) -> PlanArrays:
+def _cached(spec: _Spec) -> PlanArrays:
     """Return arrays of a plan that shares equal ones with other plans of this batch and rank.
 
     Plans share only on one stream: it orders the writes of shared arrays before all reads, and before any reuse of
     their memory.
     """
-    planned = _planned.setdefault(sharding.batch, {})
-    stream = cupy.cuda.get_current_stream()
+    sharding, cp_rank = spec.sharding, spec.cp_rank
+    planned, stream = _planned.setdefault(sharding.batch, {}), cupy.cuda.get_current_stream()
     rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, sharding.local_rows, cp_rank
-    mask = rank, window, tiles, keys_of
+    mask = rank, spec.window, spec.tiles, spec.keys_of
     same: PlanArrays | None = planned.get(mask, _gone)()
     if same is None:
         other = planned.get(rank, _gone)()
-        rows = _Rows.of(other) if other else _rows(sharding, cp_rank, None, _uploaded(sharding.batch))
-        same = _arrays(rows, sharding, cp_rank, window, tiles, keys_of=keys_of)
+        same = _arrays(spec, _Rows.of(other) if other else _rows(spec, _uploaded(sharding.batch)))
         planned[rank] = planned[mask] = weakref.ref(same)
     return same
 
@@ -276,10 +283,8 @@ class _Rows(NamedTuple):
         return cls(*(getattr(plan, field) for field in cls._fields))
 
 
-def _rows(
-    sharding: Sharding, cp_rank: int, key_batch: PackedBatch | None, offsets: Array,
-    lengths: DeviceLengths | None = None,
-) -> _Rows:
+def _rows(spec: _Spec, offsets: Array, lengths: DeviceLengths | None = None) -> _Rows:
+    sharding, cp_rank, key_batch = spec.sharding, spec.cp_rank, spec.key_batch
     local_rows, num_rows = sharding.local_rows, sharding.batch.total_rows
     if key_batch is not None:  # one rank: both orders count from 0, so the longer one contains the other
         num_rows = max(num_rows, key_batch.total_rows)
@@ -300,17 +305,15 @@ def _table(pieces: Pieces) -> tuple[Array, np.int32]:
     return cupy.asarray(pieces.table()), np.int32(len(pieces.begin))
 
 
-def _key_side(
-    rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], key_batch: PackedBatch | None,
-    keys_of: int | None,
-) -> dict[str, Array]:
+def _key_side(spec: _Spec, rows: _Rows) -> dict[str, Array]:
     """Return rank_order and rows_of_keys, or None for them, and with needed rows sends, returns and places."""
+    sharding, key_batch, keys_of = spec.sharding, spec.key_batch, spec.keys_of
     if keys_of is not None:
         first = keys_of * sharding.local_rows
         return {"rank_order": None, "rows_of_keys": rows.all_rows[first : first + sharding.local_rows]}
     if not sharding.by_runs:
         return {"rank_order": rows.all_rows if key_batch is None else rows.all_rows[: key_batch.total_rows]}
-    side = needed_rows(sharding.batch, sharding.cp_size, window, sharding.local_rows).key_side(cp_rank)
+    side = needed_rows(sharding.batch, sharding.cp_size, spec.window, sharding.local_rows).key_side(spec.cp_rank)
     whole = Pieces.joined(side)
     made = launch.empty((whole.size,), np.int32)
     _make(None, _PIECES, (_blocks(whole.size),), (made, *_table(whole), np.int32(whole.size)))
@@ -336,14 +339,11 @@ def plan_bytes(plan: Plan) -> int:
     return 4 * ints + plan.local_rows
 
 
-def _arrays(
-    rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: DeviceLengths | None = None,
-) -> PlanArrays:
+def _arrays(spec: _Spec, rows: _Rows, lengths: DeviceLengths | None = None) -> PlanArrays:
     """Compute the arrays that depend on the mask, and return them with the rows as PlanArrays."""
-    side = _key_side(rows, sharding, cp_rank, window, key_batch, keys_of)
+    sharding, window, tiles, side = spec.sharding, spec.window, spec.tiles, _key_side(spec, rows)
     rows_of_keys, num_seqs = side.get("rows_of_keys"), sharding.batch.num_seqs
-    num_keys = (key_batch or sharding.batch).total_rows if rows_of_keys is None else len(rows_of_keys)
+    num_keys = (spec.key_batch or sharding.batch).total_rows if rows_of_keys is None else len(rows_of_keys)
     sides = sharding.local_rows, num_keys
     alone = sharding.cp_size == 1  # the rank has all rows of the pack, in order
     there = (launch.NONE if alone else rows.rows, launch.NONE if alone or rows_of_keys is None else rows_of_keys,

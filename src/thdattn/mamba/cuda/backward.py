@@ -61,25 +61,25 @@ class Gradients(NamedTuple):
 
 
 def mixer_gate_states(
-    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
-    into: Gradients,
+    dout: Array, zxbcdt: Array, made: tuple[Array, Activations], plan: Plan, shape: MixerShape,
+    into: tuple[Array, Gradients],
 ) -> tuple[Array, Array, Array]:
     """Return dy, dstates and decays; write dz and the partial sums of dD. See reference.mixer_gate_states.
 
     On Hopper the kernel of dstates computes dy itself, so that it does not read it.
     """
-    made = dy, *_ = made_of_gate(plan, shape)
-    walk = _walk(shape)
+    (y, act), (dzxbcdt, gradients) = made, into
+    buffers = dy, *of_states = made_of_gate(plan, shape)
+    walk, of_d = _walk(shape), partials_of(gradients, "D", shape)
     if isinstance(walk, Walk):
         gate, states = plan.memoize(("gate", shape), lambda: _gate_then_states(plan, shape))
-        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *partials_of(into, "D", shape))
-        states(act.channels, dy, act.sums, plan.key_ranges, *made[1:])
+        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *of_d)
+        states(act.channels, dy, act.sums, plan.key_ranges, *of_states)
     elif plan.local_rows:
         run = plan.memoize(("gate", shape), lambda: _gate_states(walk, plan, shape))
         z, dz = (x[:, : shape.d_inner] for x in (zxbcdt, dzxbcdt))
-        of_d = partials_of(into, "D", shape)
-        run(*_boxes(dout, z, y, act.channels, dy, dz), *of_d, act.sums, plan.key_ranges, *made[1:])
-    return made
+        run(*_boxes(dout, z, y, act.channels, dy, dz), *of_d, act.sums, plan.key_ranges, *of_states)
+    return buffers
 
 
 def made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
@@ -202,16 +202,16 @@ def _tile(shape: MixerShape) -> ChunkTile | ChunkTileSm90:
 
 
 def mixer_bwd(
-    act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
-    segments: slice, into: Gradients,
+    made: tuple[Activations, Array], states: tuple[Array, Array], weights: Mamba2Weights, plan: Plan,
+    shape: MixerShape, segments: slice, into: Gradients,
 ) -> None:
     """Compute the gradients of mixer_scan for some segments, a few at a time. See reference.mixer_bwd."""
-    first, end, _ = segments.indices(len(states))
+    first, end, _ = segments.indices(len(states[0]))
     for begin in range(first, end, _AT_ONCE):
         count = min(_AT_ONCE, end - begin)
-        these = count, begin + count == len(states)
+        these = count, begin + count == len(states[0])
         run = plan.memoize(("mixer_bwd", shape, *these), partial(_bwd, *these, plan, shape))
-        run(act, dy, states, dstates, weights, into, begin)
+        run(*made, *states, weights, into, begin)
 
 
 def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[..., None]:

@@ -255,11 +255,11 @@ def _walk(kernel: str, arrays: tuple[Array, ...], over: range, state: tuple[int,
 
 
 def mixer_scan(
-    act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
+    made: tuple[Array, Activations], states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
     into: tuple[Array, Array],
 ) -> None:
     """Compute y of some segments, and out = y * silu(z) if there is no norm. See reference.mixer_scan."""
-    reached = range(len(states))[segments]
+    (zxbcdt, act), reached = made, range(len(states))[segments]
     if reached:
         slab, run = plan.memoize(("scan", shape, reached.start, reached.stop), lambda: _scan(reached, plan, shape))
         rows = (act.channels, shape.channels), (zxbcdt, shape.d_inner)

@@ -30,34 +30,27 @@ Array = NDArray[Any]
 
 
 def mixer_gate_states(
-    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
-    into: Gradients,
+    dout: Array, zxbcdt: Array, made: tuple[Array, Activations], plan: Plan, shape: MixerShape,
+    into: tuple[Array, Gradients],
 ) -> tuple[Array, Array, Array]:
-    """Run mixer_gate_bwd, then mixer_dstates on its result; a GPU may fuse the two.
-
-    Returns:
-        dy, see mixer_gate_bwd; then dstates and decays, see mixer_dstates.
-    """
-    dy = mixer_gate_bwd(dout, zxbcdt, y, act, plan, shape, dzxbcdt, into)
-    return dy, *mixer_dstates(act, dy, plan, shape)
-
-
-def mixer_gate_bwd(
-    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
-    into: Gradients,
-) -> Array:
-    """Return dy = dout * silu(z), (local_rows, d_inner) in the dtype of the mixer; write dz, the first columns of
-    dzxbcdt.
+    """Compute the gradients of out = y * silu(z), then mixer_dstates of the gradient of y; a GPU may fuse the two.
 
     Args:
-        into: from mixer_gradients; it gets the partial sums of dD, computed from dy before rounding.
+        made: y from mixer_scan, and the results of mixer_conv.
+        into: dzxbcdt, whose first columns get the gradient of z; gradients, from mixer_gradients, which get the partial
+            sums of dD, from dy before rounding.
+
+    Returns:
+        dy: dout * silu(z), (local_rows, d_inner) in the dtype of the mixer; then dstates and decays, see mixer_dstates.
     """
+    (y, act), (dzxbcdt, gradients) = made, into
     valid = valid_rows(plan)
     z, dout = (cleared(x, valid, shape) for x in (shape.parts(zxbcdt)[0], dout))
     shape.parts(dzxbcdt)[0][...] = (dout * y.astype(z.dtype) * slope(z)).astype(dzxbcdt.dtype)
     dy = dout * silu(z)
-    into.partials[:, 1] = _partial_sum_of_d(dy, act, shape)
-    return dy.astype(shape.dtype)
+    gradients.partials[:, 1] = _partial_sum_of_d(dy, act, shape)
+    dy = dy.astype(shape.dtype)
+    return dy, *mixer_dstates(act, dy, plan, shape)
 
 
 def gated_norm(y: Array, z: Array, weight: Array, norm: GatedNorm) -> Array:

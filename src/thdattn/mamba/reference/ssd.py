@@ -212,30 +212,30 @@ def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, rev
 
 
 def mixer_scan(
-    act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
+    made: tuple[Array, Activations], states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
     into: tuple[Array, Array],
 ) -> None:
     """Compute y of some segments, and out = y * silu(z), which mixer_norm computes if the mixer has a norm.
 
     Args:
-        zxbcdt: (local_rows, columns), of which it reads z.
+        made: zxbcdt, (local_rows, columns), of which it reads z; the results of mixer_conv.
         states: in front of each segment, from mixer_fold and mixer_enter.
         d: the weights D.
         segments: which ones.
         into: y and out, (local_rows, d_inner) in the dtype of the mixer. Rows of these segments are written; out is 0
             on padding, and unchanged if the mixer has a norm.
     """
-    y, out = into
+    (zxbcdt, act), (y, out) = made, into
     z, valid = shape.parts(zxbcdt)[0], valid_rows(plan)
     for here, chunks in _blocks(act, plan, shape, segments):
         weights = _products(chunks, shape) * chunks.decay * chunks.dt[:, :, None]
         of_state = _per_head(chunks.c, shape) @ rounded(states[here], shape).swapaxes(2, 3)
-        made = rounded(weights, shape) @ chunks.x + _times(chunks.enter, of_state) + d[:, None, None] * chunks.x
+        result = rounded(weights, shape) @ chunks.x + _times(chunks.enter, of_state) + d[:, None, None] * chunks.x
         rows = _rows_of(here, len(y))
-        made = _in_rows(made, len(y[rows]))
-        y[rows] = made.astype(y.dtype)
+        result = _in_rows(result, len(y[rows]))
+        y[rows] = result.astype(y.dtype)
         if shape.norm is None:
-            out[rows] = np.where(valid[rows], made * silu(cleared(z[rows], valid[rows], shape)), 0).astype(out.dtype)
+            out[rows] = np.where(valid[rows], result * silu(cleared(z[rows], valid[rows], shape)), 0).astype(out.dtype)
 
 
 def mixer_backward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
@@ -255,22 +255,22 @@ def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
 
 
 def mixer_bwd(
-    act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
-    segments: slice, into: Gradients,
+    made: tuple[Activations, Array], states: tuple[Array, Array], weights: Mamba2Weights, plan: Plan,
+    shape: MixerShape, segments: slice, into: Gradients,
 ) -> None:
     """Compute the gradients of mixer_scan for some segments.
 
     Args:
-        dy: (local_rows, d_inner), gradient of y; 0 on padding.
-        states: in front of each segment. dstates: gradients of the states behind each segment.
+        made: the results of mixer_conv; dy, (local_rows, d_inner), gradient of y, 0 on padding.
+        states: the states in front of each segment; gradients of the states behind each segment.
         segments: which ones.
         into: from mixer_gradients; it gets the rows of these segments, and the partial sums of dA.
     """
-    dchannels, ddt, partials, _ = into
+    (act, dy), (before, behind), (dchannels, ddt, partials, _) = made, states, into
     rates = -np.exp(weights.A_log)
     for here, chunks in _blocks(act, plan, shape, segments):
         dout = _by_head(dy, here, shape)
-        dx, db, dc, ddt_alone, da = _chunk_gradients(chunks, dout, states[here], dstates[here], weights.D, shape)
+        dx, db, dc, ddt_alone, da = _chunk_gradients(chunks, dout, before[here], behind[here], weights.D, shape)
         rows = _rows_of(here, len(ddt))
         num_rows = len(ddt[rows])
         dchannels[rows] = np.concatenate([_in_rows(x, num_rows) for x in (dx, db, dc)], axis=1).astype(dchannels.dtype)
