@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -324,11 +325,29 @@ def test_lines_that_are_no_round_are_refused(line, capsys):
 
 def test_memory_that_stays_in_use_is_found(monkeypatch):
     monkeypatch.setattr(chaos, "gpu_memory", lambda: [900, 400])
+    monkeypatch.setattr(chaos, "gpus_are_shared", lambda: False)
     monkeypatch.setattr(chaos, "shared_memory", lambda: {"mpich_shm_1", "window", "old"})
     wrong, of_libraries = chaos.left_behind([400, 390], {"old"}, 0.1)
     assert wrong == ["GPU 0 has 900 MiB in use, and had 400 before the first round",
                      "/dev/shm has window more than before"]  # fmt: skip
     assert of_libraries == 1
+
+
+def test_memory_of_gpus_that_other_programs_use_is_not_judged(monkeypatch):
+    monkeypatch.setattr(chaos, "gpu_memory", lambda: [900, 400])
+    monkeypatch.setattr(chaos, "gpus_are_shared", lambda: True)
+    assert chaos.left_behind([400, 390], chaos.shared_memory(), 0.1)[0] == []
+
+
+def test_a_process_that_uses_cuda_is_found(monkeypatch, tmp_path):
+    device = tmp_path / "nvidia-uvm"
+    device.touch()
+    monkeypatch.setattr(chaos, "CUDA", str(device))
+    with device.open() as mine:  # this process does not count
+        assert not chaos.gpus_are_shared()
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[mine.fileno()]):
+            assert chaos.gpus_are_shared()
+    assert not chaos.gpus_are_shared()
 
 
 def test_shared_memory_of_a_longer_name_is_another_one():

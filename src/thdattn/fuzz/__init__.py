@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, default=1, help="chaos: jobs at a time (default: 1)")
     add("--timeout", type=float, default=10.0, help="chaos: seconds that ranks wait for each other (default: 10)")
     add("--settle", type=float, default=20.0,
-        help="chaos: seconds in which GPU memory must be free again; raise it beside other programs (default: 20)")
+        help="chaos: seconds in which GPU memory must be free again, unless other programs use GPUs (default: 20)")
     add("--record", type=Path, metavar="FILE", help="add packs, seeds and failures to a JSON file")
 
 

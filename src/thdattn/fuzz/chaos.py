@@ -37,7 +37,8 @@ SECONDS_TO_BEGIN, SECONDS_TO_FAIL, SECONDS_TO_END = 120.0, 240.0, 30.0  # on a b
 SECONDS_TO_VANISH = 10.0
 SECONDS_TO_COMPILE = 400.0
 LATEST_ALLOCATION, LATEST_WINDOW = 400, 8
-OF_LIBRARIES = ("mpich", "vader_segment", "sm_segment", "psm", "nccl", "sem.")  # prefixes of names in /dev/shm
+OF_LIBRARIES = ("mpich", "vader_segment", "sm_segment", "psm", "nccl", "cuda.shm", "sem.")  # prefixes in /dev/shm
+CUDA = "/dev/nvidia-uvm"  # a file that processes have open which use CUDA
 LINGERING_MIB = 64  # memory that a GPU may have in use more than before
 
 
@@ -149,10 +150,10 @@ def chaos(arguments: argparse.Namespace) -> int:
         print(f"FAILED: {text}")
     wrong, right = [str(each) for each in outcomes if each.wrong] + lost, sum(each.right for each in outcomes)
     kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(Counter(x.chaos.kind for x in outcomes).items()))
-    seconds = time.monotonic() - begin
+    seconds, beside = time.monotonic() - begin, " beside other programs" * gpus_are_shared()
     print(f"chaos: {len(outcomes)} rounds in {seconds:.0f} s ({kinds}), seed {arguments.seed}, engine {engine}, "
           f"{arguments.ranks} ranks, {right} results right, {len(wrong)} failed; GPU memory in use {used} MiB before, "
-          f"{gpu_memory()} after; {of_libraries} files of libraries left in /dev/shm")  # fmt: skip
+          f"{gpu_memory()} after{beside}; {of_libraries} files of libraries left in /dev/shm")  # fmt: skip
     if arguments.record is not None:
         made = {"kind": "chaos rounds", "ranks": f"{arguments.ranks} ranks", "rounds": len(outcomes), "failures": wrong,
                 "packs": right, "seconds": seconds, "seeds": [arguments.seed]}  # fmt: skip
@@ -263,7 +264,7 @@ def left_behind(used: list[int], shared: set[str], settle: float) -> tuple[list[
     """Return what rounds have left in GPUs and in shared memory.
 
     Args:
-        used: MiB in use on each GPU before.
+        used: MiB in use on each GPU before; what is in use afterwards is not judged while other programs use GPUs.
         shared: names in shared memory before.
         settle: seconds in which the memory must be free again.
 
@@ -278,7 +279,8 @@ def left_behind(used: list[int], shared: set[str], settle: float) -> tuple[list[
     _wait(lambda: not more(), settle)
     orphans = sorted(name for name in shared_memory() - shared if not _is_mapped(name))
     ours = [name for name in orphans if not name.startswith(OF_LIBRARIES)]
-    wrong = more() + [f"/dev/shm has {', '.join(ours)} more than before"] * bool(ours)
+    wrong = [] if gpus_are_shared() else more()
+    wrong += [f"/dev/shm has {', '.join(ours)} more than before"] * bool(ours)
     return wrong, len(orphans) - len(ours)
 
 
@@ -290,6 +292,21 @@ def gpu_memory() -> list[int]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [int(line) for line in said.split() if line.isdecimal()]
+
+
+def gpus_are_shared() -> bool:
+    """Return whether another process uses CUDA."""
+    for files in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):  # another user's, or ended
+            if int(files.parent.name) != os.getpid() and any(map(_is_of_cuda, files.iterdir())):
+                return True
+    return False
+
+
+def _is_of_cuda(file: Path) -> bool:
+    with suppress(OSError):  # closed since
+        return os.readlink(file) == CUDA
+    return False
 
 
 def shared_memory() -> set[str]:
