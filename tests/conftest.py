@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shlex
 import shutil
@@ -147,6 +148,12 @@ def edited(tmp_path, monkeypatch):
 
     yield edit_copy
     compiler.forget_files()
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of garbage collections, which many tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -220,6 +220,7 @@ def test_mpi_ranks_agree_and_one_of_them_decides():
     assert run.stdout.count("done") == 2
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torch_agree():
     run = run_torchrun(2, PROGRAM, "torch")
     assert run.returncode == 0, run.stderr

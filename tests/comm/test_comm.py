@@ -24,7 +24,7 @@ def test_single_rank_keeps_the_contract():
     check_contract(thdattn.comm.init("single"), np)
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_simulated_ranks_keep_the_contract(cp_size):
     thdattn.comm.run_local(cp_size, lambda comm: check_contract(comm, np), timeout=30)
 

@@ -16,23 +16,24 @@ GROUPS = PROGRAM.with_name("comm_groups.py")
 FAILURES = PROGRAM.with_name("failures.py")
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_mpi_ranks_keep_the_contract(n):
     run = run_ranks(n, PROGRAM, "contract", "mpi", str(n))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("contract on mpi done") == n
 
 
+def test_agree_raises_on_every_rank_and_four_ranks_keep_the_contract():
+    run = run_ranks(4, PROGRAM, "agree,contract", "mpi", "4")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("rank 0 has 0, but rank 2 has 1, rank 3 has 1") == 4
+    assert run.stdout.count("contract on mpi done") == 4
+
+
 def test_groups_of_mpi_ranks_keep_the_contract():
     run = run_ranks(4, GROUPS, "mpi", "4")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("groups on mpi done") == 4
-
-
-def test_agree_raises_on_every_rank():
-    run = run_ranks(4, PROGRAM, "agree", "mpi", "4")
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("rank 0 has 0, but rank 2 has 1, rank 3 has 1") == 4
 
 
 @pytest.fixture
@@ -79,7 +80,8 @@ def begun(process):
     return process
 
 
-WITH_AND_WITHOUT = pytest.mark.parametrize("options", [(), ("-m", "mpi4py")], ids=["python", "-m mpi4py"])
+WITH_AND_WITHOUT = pytest.mark.parametrize("options", [
+    pytest.param((), id="python", marks=pytest.mark.exhaustive), pytest.param(("-m", "mpi4py"), id="-m mpi4py")])
 
 
 @WITH_AND_WITHOUT

@@ -76,6 +76,7 @@ def test_ranks_of_torchrun_together_are_the_oracle():
         assert run.stdout.count(f"{scenario} on torch-gloo done") == 2
 
 
+@pytest.mark.exhaustive
 def test_failing_rank_ends_the_others():
     run = run_torchrun(2, RANKS / "comm_contract.py", "failing-rank", "torch-gloo", "2", timeout=120)
     assert run.returncode != 0

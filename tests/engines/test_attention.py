@@ -38,7 +38,8 @@ from thdattn.packing import PackedBatch
 FLOAT64, FLOAT32, FLOAT16 = map(np.dtype, ("float64", "float32", "float16"))
 
 
-@on_engines([*SMALL, *CROSS], reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16], portable=[BFLOAT16])
+@on_engines([*SMALL, *CROSS], seldom=(8,), reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16],
+            portable=[BFLOAT16])
 def test_every_pack_and_mask_is_the_oracle(engine, case, dtype, cp_size):
     engine.check(case, cp_size, dtype)
 
@@ -79,7 +80,7 @@ PADDED = ["edge-lengths", "edge-lengths-contiguous", "capacity", "capacity-conti
 
 @pytest.mark.parametrize("fill", [np.inf, -np.inf])
 @on_engines([CASES[name] for name in PADDED], reference=[FLOAT64, FLOAT16, BFLOAT16], cuda=[FLOAT16, BFLOAT16],
-            cp_sizes=(2, 4))
+            cp_sizes=(2, 4), seldom=(2,))
 def test_what_rows_without_a_token_hold_changes_no_bit(engine, case, dtype, cp_size, fill):
     finite, infinite, nan = (
         engine.check(case, cp_size, dtype, fill=value, deterministic=True) for value in (0, fill, np.nan))

@@ -171,14 +171,20 @@ class Engine:
         return outcome
 
 
-def on_engines(cases: Sequence[Case], cp_sizes: Sequence[int] = CP_SIZES, **dtypes: Sequence[Any]) -> Any:
+def on_engines(
+    cases: Sequence[Case], cp_sizes: Sequence[int] = CP_SIZES, seldom: Sequence[int] = (), **dtypes: Sequence[Any]
+) -> Any:
     """Parameters engine, case, dtype and cp_size, of dtypes by the name of an engine, as the fixture `engine` has it.
 
-    The cp_sizes of one case come one after the other, so that its oracle is computed once.
+    The cp_sizes of one case come one after the other, so that its oracle is computed once. The NumPy engine takes those
+    that are `seldom` in exhaustive runs alone.
     """
+    def marks(name: str, cp_size: int) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.gpu] if name != "reference" else [pytest.mark.exhaustive] * (cp_size in seldom)
+
     return pytest.mark.parametrize(("engine", "case", "dtype", "cp_size"), [
         pytest.param(name, case, np.dtype(dtype), cp_size, id=f"{name}-{case}-{dtype}-cp{cp_size}",
-                     marks=[pytest.mark.gpu] * (name != "reference"))
+                     marks=marks(name, cp_size))
         for name in dtypes for case in cases for dtype in dtypes[name] for cp_size in cp_sizes
         if cp_size in case.cp_sizes
     ], indirect=["engine"])  # fmt: skip

@@ -22,7 +22,6 @@ from thdattn.mamba.oracle import FIELDS as FIELDS
 from thdattn.mamba.oracle import FIELDS_WITH_NORM, Norm, Result, Sizes
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = map(np.dtype, (ml_dtypes.bfloat16, "float16", "float32", "float64"))
-CP_SIZES = (1, 2, 3, 4, 8)
 SIZES = Sizes(4, 3, 5, 2)
 
 

@@ -7,7 +7,6 @@ import pytest
 from mixer_cases import (
     BFLOAT16,
     CASES,
-    CP_SIZES,
     FIELDS,
     FLOAT16,
     FLOAT32,
@@ -27,6 +26,7 @@ from thdattn.mamba import oracle as mamba_oracle
 from thdattn.mamba.oracle import Sizes
 
 EXACT = 1e-12  # of float64
+CP_SIZES = [1, 3, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 8))]
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
@@ -85,7 +85,7 @@ LONGER = [CASES[name] for name in ("resets-inside-chunks", "chunk-edges", "paddi
 WIDE = Case("wide", (200, 57, 130), sizes=Sizes(2, 64, 128, 1))
 
 
-@pytest.mark.parametrize("cp_size", [1, 3, 8])
+@pytest.mark.parametrize("cp_size", [1, 3, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
 def test_errs_no_more_than_plain_maths(dtype, cp_size):
     """Rows by the accuracy rule; gradients of weights are few numbers, so those of all cases are judged together."""
@@ -151,9 +151,9 @@ def test_small_steps_are_not_lost():
         np.testing.assert_allclose(made["out"], np.log1p(np.exp(float(raw))) * share**4, rtol=1e-6)
 
 
-def test_a_sum_over_131072_rows_without_decay_and_the_gradients_of_the_weights():
+@pytest.mark.parametrize("rows", [16_384, pytest.param(131_072, marks=pytest.mark.exhaustive)])
+def test_a_sum_over_many_rows_without_decay_and_the_gradients_of_the_weights(rows):
     """A is 0 for the first head, so that its state is a cumulative sum of positive numbers; ranks add up in float32."""
-    rows = 131072
     case = Case("long", (rows,), sizes=Sizes(2, 1, 1, 1))
     zxbcdt, weights, dout = random_inputs(case, FLOAT32)
     weights = weights._replace(A_log=np.float32([-np.inf, 0.5]), D=np.zeros(2, np.float32))
@@ -213,8 +213,8 @@ def test_uninitialised_work_buffers_change_no_bit(name, request):
     assert_same_bits(clean, run(case, 4, BFLOAT16))
 
 
-@pytest.mark.parametrize("cp_size", [1, 4, 8])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+@pytest.mark.parametrize(("dtype", "cp_size"), [
+    (FLOAT32, 1), (BFLOAT16, 4), pytest.param(FLOAT32, 8, marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize("name", ["resets-inside-chunks", "chunk-edges", "empty-between",
                                   "shorter-than-the-convolution", "ends-with-a-rank"])  # fmt: skip
 def test_a_document_changes_no_bit_of_another(name, dtype, cp_size):

@@ -8,7 +8,7 @@ from launch import RANKS, run_ranks
 PROGRAM = RANKS / "mamba_ranks.py"
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_ranks_together_are_the_recurrence(n):
     run = run_ranks(n, PROGRAM, "cases", str(n), timeout=120)
     assert run.returncode == 0, run.stderr

@@ -43,7 +43,7 @@ def of(case, norm):
         "groups": case.sizes.num_groups, "one": 1, "heads": case.sizes.num_heads}[groups]))  # fmt: skip
 
 
-@pytest.mark.parametrize("cp_size", [1, 3, 8])
+@pytest.mark.parametrize("cp_size", [1, 3, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("norm", NORMS, ids="-".join)
 @pytest.mark.parametrize("case", PACKS, ids=str)
 def test_float64_is_the_definition(case, norm, cp_size):
