@@ -380,8 +380,7 @@ class CPAttention:
             TypeError: a count that is no int.
             ValueError: a count out of range, or a comm of several ranks.
         """
-        shape = self.num_kv_heads, (self.head_dim, self.v_head_dim)
-        return make_cache(self._engine, self.comm.size, num_texts, capacity, *shape, self.dtype, self.window)
+        return make_cache(self._engine, self.comm.size, num_texts, capacity, self._caches)
 
     def decode(self, q: Any, k: Any, v: Any, cache: KVCache, sinks: Any = None) -> Any:
         """Append the next rows of every sequence to the cache, and compute their attention over the whole sequence.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -124,10 +124,9 @@ class KVCache:
 
 
 def make_cache(
-    engine: Engine, cp_size: int, num_texts: int, capacity: int, num_kv_heads: int, widths: tuple[int, int],
-    dtype: np.dtype[Any], window: tuple[int, int],
+    engine: Engine, cp_size: int, num_texts: int, capacity: int, made_for: Mapping[str, Any]
 ) -> KVCache:
-    """Return an empty cache, see CPAttention.cache; widths: (head_dim, v_head_dim)."""
+    """Return an empty cache, see CPAttention.cache; made_for: CACHE_TRAITS of the attention."""
     if cp_size > 1:
         raise ValueError(
             f"comm has {cp_size} ranks, wanted 1: texts in a cache are not spread; give every rank texts of its own, "
@@ -138,10 +137,11 @@ def make_cache(
         raise ValueError(
             f"num_texts * capacity is {num_texts} * {capacity}, wanted at most {MAX_ROWS:,} rows; make several caches"
         )
-    k, v = (engine.empty((num_texts, capacity, num_kv_heads, width), dtype) for width in widths)
+    heads = num_texts, capacity, made_for["num_kv_heads"]
+    k, v = (engine.empty((*heads, made_for[width]), made_for["dtype"]) for width in ("head_dim", "v_head_dim"))
     lengths = engine.empty((num_texts,), np.int32)
     lengths.fill(0)
-    return KVCache(num_texts, capacity, window, k, v, lengths, engine)
+    return KVCache(num_texts, capacity, made_for["window"], k, v, lengths, engine)
 
 
 def rows_to_decode(q: Any, cache: KVCache) -> int:

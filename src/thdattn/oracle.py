@@ -103,7 +103,7 @@ def attention(
     qh, kh, vh = (_by_head(arithmetic.stored(x), heads) for x in (q, k, v))
     doh = None if dout is None else _by_head(arithmetic.stored(dout), heads)
     blocks = _row_blocks(len(q), len(k), heads, causal, window)
-    lse, max_logit, dsinks, *made = _by_blocks(qh, kh, vh, doh, sinks, blocks, scale, softcap, arithmetic)
+    lse, max_logit, dsinks, *made = _by_blocks((qh, kh, vh, doh, sinks), blocks, scale, softcap, arithmetic)
     out, dq, dk, dv = (
         arithmetic.stored(_by_row(x, num)).astype(np.float64)
         for x, num in zip(made, (heads, heads, kv_heads, kv_heads), strict=True)
@@ -306,13 +306,17 @@ class _Arithmetic(NamedTuple):
 
 
 def _by_blocks(
-    q: Array, k: Array, v: Array, dout: Array | None, sinks: Array | None,
-    blocks: Iterator[tuple[slice, slice, Array]], scale: float, softcap: float, arithmetic: _Arithmetic,
+    arrays: tuple[Array, Array, Array, Array | None, Array | None], blocks: Iterator[tuple[slice, slice, Array]],
+    scale: float, softcap: float, arithmetic: _Arithmetic,
 ) -> tuple[Array, ...]:  # fmt: skip
     """Return lse, max_logit, dsinks, out, dq, dk, dv over the blocks of `_row_blocks`, by head, as arguments are.
 
     The last four are not yet rounded as they are stored; gradients are 0 without dout.
+
+    Args:
+        arrays: q, k, v, dout and sinks.
     """
+    q, k, v, dout, sinks = arrays
     stored, kept, fused = arithmetic
     out, lse = np.zeros((*q.shape[:2], v.shape[2]), q.dtype), np.full(q.shape[:2], -np.inf)
     dq, dk, dv, dsinks = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros(len(q))

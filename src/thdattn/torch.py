@@ -186,7 +186,7 @@ def _planned(
         for x in (cu_seqlens_q, cu_seqlens_k)
     )
     with on_torch_stream(q.device):
-        return varlen.planned(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+        return varlen.planned(q, k, v, cu_seqlens_q, cu_seqlens_k, varlen.Options(*options))
 
 
 _KEPT = ("q", "k", "v", "out", "lse", "sinks")  # of Saved, as tensors
@@ -356,7 +356,8 @@ def _backward_op(dout: torch.Tensor, *kept: Any) -> list[torch.Tensor]:
 
 
 @_backward_op.register_fake  # type: ignore[untyped-decorator]
-def _(dout: torch.Tensor, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, saved: Any) -> list[torch.Tensor]:
+def _(dout: torch.Tensor, *kept: Any) -> list[torch.Tensor]:
+    q, k, v, _, _, sinks, _ = kept
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, sinks) if x is not None]
 
 

@@ -86,10 +86,9 @@ def varlen_attention(
     Source: flash_attn_varlen_func of FlashAttention-2, for the arguments and the mask.
     """
     refuse_unsupported(dropout_p, alibi_slopes, return_attn_probs, block_table)
-    attn, plan = planned(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        deterministic, softcap, sinks is not None,
-    )
+    options = Options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, deterministic, softcap,
+                      sinks is not None)
+    attn, plan = planned(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     out, saved = attn.forward(q, k, v, plan, sinks=sinks)
     return (out, VarlenSaved(attn, saved)) if return_saved else out
 
@@ -129,15 +128,9 @@ def refuse_unsupported(dropout_p: float, alibi_slopes: Any, return_attn_probs: b
             raise ValueError(f"{name} is {shown(found)}, which is not supported, wanted {default}; {remedy}")
 
 
-class _Call(NamedTuple):
-    """Options that a plan and its attention are made for, beside the lengths; a key of the cache."""
+class Options(NamedTuple):
+    """Options of varlen_attention that a plan and its attention are made for. sinks: there are some."""
 
-    engine: str
-    device: int
-    q_shape: tuple[int, ...]
-    k_shape: tuple[int, ...]
-    v_shape: tuple[int, ...]
-    dtype: Any
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     softmax_scale: float | None
@@ -148,10 +141,20 @@ class _Call(NamedTuple):
     sinks: bool
 
 
+class _Call(NamedTuple):
+    """Properties of a call that its plan and attention depend on, beside the lengths; a key of the cache."""
+
+    engine: str
+    device: int
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    dtype: Any
+    options: Options
+
+
 def planned(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int | None, max_seqlen_k: int | None,
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], deterministic: bool, softcap: float = 0.0,
-    sinks: bool = False,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: Options
 ) -> tuple[CPAttention, Plan]:
     """Return the attention and the plan of a call of varlen_attention, whose arrays may be of any library.
 
@@ -160,22 +163,23 @@ def planned(
     try:
         shapes = q.shape, k.shape, v.shape
         (rows, _, _), (key_rows, _, _), (_, _, _) = shapes
-        left, right = window_size
+        left, right = options.window
     except (AttributeError, TypeError, ValueError):
-        _refuse_kinds(q, k, v, window_size)
+        _refuse_kinds(q, k, v, options.window)
         raise
     on_gpu = not isinstance(q, np.ndarray) and lies_on_device("q", q)
     device, stream = _gpu_place() if on_gpu else (0, 0)
     # As plain Python values, which can be hashed and compared; checked here where they are none.
+    max_q, max_k, scale, causal, _, deterministic, softcap, sinks = options
     causal = causal if type(causal) is bool else as_bool("causal", causal)
-    deterministic = deterministic if type(deterministic) is bool else as_bool("deterministic", deterministic)
-    scale = softmax_scale if softmax_scale is None or type(softmax_scale) is float else as_softmax_scale(softmax_scale)
-    call = _Call(
-        "cuda" if on_gpu else "reference", device, *shapes, q.dtype, _int("max_seqlen_q", max_seqlen_q),
-        _int("max_seqlen_k", max_seqlen_k), scale, causal,
-        (_int("window_size[0]", left), 0 if causal else _int("window_size[1]", right)), deterministic,
+    options = Options(
+        _int("max_seqlen_q", max_q), _int("max_seqlen_k", max_k),
+        scale if scale is None or type(scale) is float else as_softmax_scale(scale), causal,
+        (_int("window_size[0]", left), 0 if causal else _int("window_size[1]", right)),
+        deterministic if type(deterministic) is bool else as_bool("deterministic", deterministic),
         softcap if type(softcap) is float else as_softcap(softcap), sinks,
     )
+    call = _Call("cuda" if on_gpu else "reference", device, *shapes, q.dtype, options)
     offsets_q = _content("q", cu_seqlens_q, rows)
     offsets_k = offsets_q if cu_seqlens_k is cu_seqlens_q else _content("k", cu_seqlens_k, key_rows)
     if offsets_q is None or offsets_k is None:
@@ -199,12 +203,11 @@ def _make(call: _Call, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[CPAttentio
                 f"{name} has shape {tuple(shape)}, wanted {(key_rows, num_kv_heads, width)}: the width of q in k, the "
                 f"rows and heads of k in v; pass the keys and values of the same tokens"
             )
-    attn = _attention(
-        call.engine, call.device, num_heads, head_dim, num_kv_heads, v_head_dim, call.causal, call.window,
-        call.softmax_scale, str(call.dtype).removeprefix("torch."), call.deterministic, call.softcap, call.sinks,
-    )
-    batch = _batch("q", cu_seqlens_q, rows, call.max_seqlen_q)
-    key_batch = _batch("k", cu_seqlens_k, key_rows, call.max_seqlen_k)
+    options = call.options
+    attn = _attention(call.engine, call.device, (num_heads, head_dim, num_kv_heads, v_head_dim),
+                      str(call.dtype).removeprefix("torch."), options._replace(max_seqlen_q=None, max_seqlen_k=None))
+    batch = _batch("q", cu_seqlens_q, rows, options.max_seqlen_q)
+    key_batch = _batch("k", cu_seqlens_k, key_rows, options.max_seqlen_k)
     if cu_seqlens_k is cu_seqlens_q and key_rows == rows:
         return attn, attn.plan(batch, "contiguous")
     if (batch.num_seqs, batch.on_device) != (key_batch.num_seqs, key_batch.on_device):
@@ -218,13 +221,11 @@ def _make(call: _Call, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[CPAttentio
 
 @functools.lru_cache(maxsize=64)
 def _attention(
-    engine: str, device: int, num_heads: int, head_dim: int, num_kv_heads: int, v_head_dim: int, causal: bool,
-    window: tuple[int, int], softmax_scale: float | None, dtype: str, deterministic: bool, softcap: float, sinks: bool,
+    engine: str, device: int, heads: tuple[int, int, int, int], dtype: str, options: Options
 ) -> CPAttention:
-    return CPAttention(
-        SingleComm(), num_heads, head_dim, num_kv_heads, v_head_dim, causal, window, softmax_scale, dtype,
-        deterministic, engine, softcap=softcap, sinks=sinks,
-    )
+    *_, softmax_scale, causal, window, deterministic, softcap, sinks = options
+    return CPAttention(SingleComm(), *heads, causal, window, softmax_scale, dtype, deterministic, engine,
+                       softcap=softcap, sinks=sinks)
 
 
 def _content(side: str, offsets: Any, rows: int) -> bytes | None:

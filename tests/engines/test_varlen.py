@@ -229,8 +229,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(varlen, "usable_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(varlen, "_make", lambda *call: (state.made.append(call), (object(), object()))[1])
     x = OnGpu((7, 2, 64), np.float16)
-    state.plan = lambda cu_seqlens: varlen.planned(
-        x, x, x, cu_seqlens, cu_seqlens, None, None, None, True, (-1, -1), False)[1]
+    options = varlen.Options(None, None, None, True, (-1, -1), False, 0.0, False)
+    state.plan = lambda cu_seqlens: varlen.planned(x, x, x, cu_seqlens, cu_seqlens, options)[1]
     return state
 
 

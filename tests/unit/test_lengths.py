@@ -1,4 +1,4 @@
-"""What fits a screen: lines of 120 columns, functions of 60 lines (150 in device code)."""
+"""What fits a screen and a head: lines of 120 columns, functions of 60 lines (150 in device code), 7 parameters."""
 
 from __future__ import annotations
 
@@ -42,6 +42,26 @@ def test_lines_and_functions_fit_a_screen():
     long = [f"{path}: {name} has {size} lines" for path in FILES
             for name, size in functions(path) if size > (60 if path.suffix == ".py" else 150)]
     assert wide + long == []
+
+
+# Functions that users call by keyword, with the arguments of a layer or of flash_attn_varlen_func.
+CALLED_BY_KEYWORD = {"CPAttention", "Mamba2Mixer", "predicted", "attention", "packed_attention", "varlen_attention"}
+
+
+def _parameters(node: ast.AST, owner: str = "") -> Iterator[tuple[str, int]]:
+    """(name, number of parameters but self) of every function; a constructor has the name of its class."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            given = child.args
+            names = {x.arg for x in [*given.posonlyargs, *given.args, *given.kwonlyargs]} - {"self", "cls"}
+            yield owner if child.name == "__init__" else child.name, len(names) + bool(given.vararg) + bool(given.kwarg)
+        yield from _parameters(child, child.name if isinstance(child, ast.ClassDef) else owner)
+
+
+def test_functions_have_at_most_7_parameters():
+    many = {name for path in sorted((SOURCE / "thdattn").rglob("*.py"))
+            for name, number in _parameters(ast.parse(path.read_text())) if number > 7}  # fmt: skip
+    assert many == CALLED_BY_KEYWORD
 
 
 def test_functions_are_found_in_device_code():

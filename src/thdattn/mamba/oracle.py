@@ -218,16 +218,19 @@ def _exact_gradients(
         of_rates += rows.dt[t] * da
     of_d = (dy * rows.x).sum(axis=(0, 2))
     out = _gated(y, rows.z, weights[-1], norm)
-    made = _inputs_gradients(rows, zxbcdt, weights, sizes, out, dz, (dx, db, dc), ddt, rates * of_rates, of_d)
-    made.norm_weight = of_norm
-    return made
+    of_inputs, of_conv, of_bias, of_dt = _inputs_gradients(rows, zxbcdt, weights, sizes, dz, (dx, db, dc), ddt)
+    return Result(out, of_inputs, of_conv, of_bias, rates * of_rates, of_d, of_dt, of_norm)
 
 
 def _inputs_gradients(
-    rows: _Rows, zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes, out: Array, dz: Array,
-    of_channels: tuple[Array, Array, Array], ddt: Array, of_a_log: Array, of_d: Array,
-) -> Result:  # fmt: skip
-    """Return the gradients of the inputs of _inputs from those of x, B and C of every head, and of dt."""
+    rows: _Rows, zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes, dz: Array,
+    of_channels: tuple[Array, Array, Array], ddt: Array,
+) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+    """Return the gradients of zxbcdt, conv_weight, conv_bias and dt_bias.
+
+    Args:
+        dz, of_channels, ddt: gradients of z, of x, B and C of every head, and of dt.
+    """
     conv_weight = weights[0]
     length, inner = dz.shape
     dx, *of_heads = of_channels
@@ -242,7 +245,7 @@ def _inputs_gradients(
             dconv[:, -1 - back] += xbc[t - back] * dbefore[t]
     draw = ddt * np.exp(-np.logaddexp(0, -rows.raw))
     dzxbcdt = np.concatenate([dz, dxbc, draw], axis=1)
-    return Result(out, dzxbcdt, dconv, dbefore.sum(axis=0), of_a_log, of_d, draw.sum(axis=0))
+    return dzxbcdt, dconv, dbefore.sum(axis=0), draw.sum(axis=0)
 
 
 def _plain(
@@ -281,10 +284,10 @@ def _plain(
     da = np.cumsum((pairs.sum(axis=2) - pairs.sum(axis=1))[:, ::-1], axis=1)[:, ::-1]
     ddt = (x * du).sum(axis=2) + rates[:, None] * da
     of_channels = stored(dx).swapaxes(0, 1), stored(db).swapaxes(0, 1), stored(dc).swapaxes(0, 1)
-    made = _inputs_gradients(rows, zxbcdt, weights, sizes, out, dz, of_channels, ddt.T,
-                             rates * (dt * da).sum(axis=1), (g * x).sum(axis=(1, 2)))  # fmt: skip
-    made.zxbcdt, made.norm_weight = stored(made.zxbcdt), of_norm
-    return Result(**{name: x.astype(np.float64) for name, x in vars(made).items()})
+    of_inputs, of_conv, of_bias, of_dt = _inputs_gradients(rows, zxbcdt, weights, sizes, dz, of_channels, ddt.T)
+    made = (out, stored(of_inputs), of_conv, of_bias, rates * (dt * da).sum(axis=1), (g * x).sum(axis=(1, 2)), of_dt,
+            of_norm)  # fmt: skip
+    return Result(*[x.astype(np.float64) for x in made])
 
 
 def _by_row(x: Array) -> Array:

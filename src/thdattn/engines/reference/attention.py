@@ -146,9 +146,8 @@ def attn_bwd(
     do = _group_heads(dout[rows], num_kv_heads, dtype)
     delta = (do * _group_heads(out[rows], num_kv_heads, dtype)).sum(axis=-1)
     row_lse = _group_heads(lse[:, rows].T[..., None], num_kv_heads, dtype)
-    keys, values = _heads_first(k, dtype), _heads_first(v, dtype)
-    grad_q, grad_k, grad_v = gradients(do, scaled_q, keys, values, row_lse, delta, ranges, blocks,
-                                       options.softcap)
+    keys_values = _heads_first(k, dtype), _heads_first(v, dtype)
+    grad_q, grad_k, grad_v = gradients(do, scaled_q, keys_values, (row_lse, delta), ranges, blocks, options.softcap)
 
     dq = arrays.empty(q.shape, q.dtype) if outputs.dq is None else outputs.dq
     if not outputs.accumulate:

@@ -85,17 +85,17 @@ def attend(
 
 
 def gradients(
-    dout: Array, q: Array, keys: Array, values: Array, lse: Array, delta: Array, ranges: Array, blocks: Array,
-    softcap: float,
+    dout: Array, q: Array, keys_values: tuple[Array, Array], lse_delta: tuple[Array, Array], ranges: Array,
+    blocks: Array, softcap: float,
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of attend with respect to the scaled q, to keys and to values.
 
     Args:
         dout: (num_kv_heads, rows, group, v_head_dim).
-        q, keys, values, ranges, blocks, softcap: as for attend.
-        lse: (num_kv_heads, rows, group, 1).
-        delta: (num_kv_heads, rows, group), the sum of dout * out over each row.
+        q, keys_values, ranges, blocks, softcap: as for attend.
+        lse_delta: (num_kv_heads, rows, group, 1); (num_kv_heads, rows, group), the sum of dout * out over each row.
     """
+    (keys, values), (lse, delta) = keys_values, lse_delta
     grad_q = np.empty_like(q)
     grad_k, grad_v = np.zeros_like(keys), np.zeros_like(values)
     for row_begin, row_end, key_begin, key_end in blocks.tolist():
