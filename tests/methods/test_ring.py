@@ -42,12 +42,12 @@ def ring_backward(comm, inputs, scale, deterministic):
     return dq, *dk_dv()
 
 
-@on_engines(SMALL, reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16], portable=[BFLOAT16], cp_sizes=(2, 8))
+@on_engines(SMALL, reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16], portable=[BFLOAT16], cp_sizes=(2, 8),
+            seldom=(8,))
 def test_every_pack_and_mask_is_the_oracle(engine, case, dtype, cp_size):
     engine.check(case, cp_size, dtype, cp_comm_type="p2p")
 
 
-@pytest.mark.exhaustive
 @on_engines(SMALL, reference=[FLOAT64, FLOAT32], cp_sizes=(4,))
 def test_other_dtypes_and_ranks_err_no_more_than_plain_attention(engine, case, dtype, cp_size):
     engine.check(case, cp_size, dtype, cp_comm_type="p2p")

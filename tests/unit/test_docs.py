@@ -134,7 +134,3 @@ def test_every_type_in_a_public_signature_is_public(name):
         hidden |= {f"{label}: {kind.__qualname__}" for function in methods if inspect.isfunction(function)
                    for kind in named(function) if id(kind) not in offered}  # fmt: skip
     assert hidden == set()
-
-
-def test_what_is_generated_is_not_kept():
-    assert "build/" in (SOURCE.parent / ".gitignore").read_text().split()
