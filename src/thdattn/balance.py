@@ -2,8 +2,8 @@
 
 A long document belongs to one rank, or as two chunks to each of a few neighbours. Short documents are folded: sorted by
 length, they form a line with cheap rows at one end and expensive rows at the other. A rank takes some rows from both
-ends and so meets its number of rows and its work. The lengths alone determine everything, in the same integers on every
-rank.
+ends and so meets its number of rows and its work. On many ranks few documents fit one rank, so they are stretched over
+neighbours, in shares of a rank. The lengths alone determine everything, in the same numbers on every rank.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ ENOUGH = 1.08  # cost over the mean work, exchanged rows included, at which no f
 BETTER = 0.985  # factor by which a smaller budget must lower the cost, because it splits more, which costs tiles
 LINE = 16  # documents shorter than 1 / LINE of a rank's rows are folded: the line needs short ones
 SHORTEST_CHUNK = 256  # rows; shorter chunks would waste tiles
+MANY = 16  # ranks above which documents are stretched: groups of equal ranks then leave work uneven
+LAYERS = 16  # attempts to stretch another layer
+FOLDED = 0.1  # share of all rows that are left for the fold, which makes rows equal
 
 
 class Runs(NamedTuple):
@@ -84,7 +87,7 @@ def place_fold(lengths: Ints, cp_size: int) -> Ints:
     """Assign the positions of all sequences to ranks.
 
     Several attempts are compared. Among those that keep the busiest rank within MOST of the mean work, the result is
-    the one with the lowest cost of work and exchanged keys.
+    the one with the lowest cost of work and exchanged keys. More than MANY ranks take the layers of stretch alone.
 
     Args:
         lengths: (num_seqs,) tokens of every sequence.
@@ -92,9 +95,13 @@ def place_fold(lengths: Ints, cp_size: int) -> Ints:
 
     Returns:
         (num_runs, 4): rank, sequence, and positions [begin, end) in the sequence, in no order. Every position occurs
-        once, and no rank has more than ceil(tokens / cp_size) positions. If that is more than 512, the busiest rank
-        has at most 1.08 times the mean work.
+        once, and no rank has more than ceil(tokens / cp_size) positions. If that is more than 512, the busiest of at
+        most MANY ranks has at most 1.08 times the mean work.
     """
+    if cp_size > MANY:
+        attempt = _Attempt(lengths, cp_size)
+        attempt.fold(attempt.stretch(), wherever=True)
+        return attempt.runs()
     best, least = np.zeros((0, 4), np.int64), (float("inf"), float("inf"))
     mean = int(_triangle(lengths).sum()) / cp_size
     for budget in BUDGETS:
@@ -177,6 +184,7 @@ class _Attempt:
         self.share = int(_triangle(lengths).sum()) / cp_size
         self.rows, self.work = [0] * cp_size, [0] * cp_size
         self._dealt: list[tuple[int, int, int, int]] = []
+        self._stretched: list[Ints] = []
         self._line = np.zeros(0, np.int64)
         self._cuts: list[tuple[int, int, int]] = []
 
@@ -224,8 +232,48 @@ class _Attempt:
                 self.work[rank] += _triangle(begin + count) - _triangle(begin)
             begin += count
 
-    def fold(self, sequences: Ints) -> None:
-        """Sort sequences on a line, shortest first; each rank takes rows from both ends to complete rows and work."""
+    def stretch(self) -> Ints:
+        """Stretch sequences over ranks, layer by layer, longest first; return the other sequences.
+
+        A layer has the sequences whose rows have more work than ranks still lack per row. Each rank takes as much of
+        their work as makes what ranks lack per row equal. So the rows that are left can meet every rank's work.
+        """
+        rows, work = np.zeros((2, self._cp_size), np.int64)
+        left = np.flatnonzero(self._lengths > 0)
+        left = left[np.argsort(-self._lengths[left], kind="stable")]
+        most = len(left)
+        for _ in range(LAYERS):
+            lengths, free = self._lengths[left], self.capacity - rows
+            num_rows, pairs = int(lengths.sum()), int(_triangle(lengths).sum())
+            behind = num_rows - np.cumsum(lengths)
+            layered = (lengths * num_rows >= 2 * pairs) & (behind >= FOLDED * self._lengths.sum())
+            count = min(most, int(layered.sum()))
+            if not count:
+                break
+            lack = np.where(free > 0, np.maximum(self.share - work, 0), 0)
+            order = np.argsort(-lack / np.maximum(free, 1), kind="stable")
+            taken, layer = int(lengths[:count].sum()), int(_triangle(lengths[:count]).sum())
+            rest = 1 - (pairs - layer) / (num_rows - taken) * taken / layer  # the layer's rows fill ranks, too
+            runs = _stretched(left[:count], lengths[:count], _levelled(lack[order], free[order], layer * rest))
+            runs[:, 0] = order[runs[:, 0]]
+            rank, _, begin, end = runs.T
+            used = rows + np.bincount(rank, end - begin, minlength=self._cp_size).astype(np.int64)
+            if used.max() > self.capacity:
+                most = count // 2
+                continue
+            self._stretched.append(runs)
+            rows, work = used, work + _work(runs, self._cp_size).astype(np.int64)
+            left, most = left[count:], len(left)
+        self.rows, self.work = rows.tolist(), work.tolist()
+        return np.sort(left)
+
+    def fold(self, sequences: Ints, wherever: bool = False) -> None:
+        """Sort sequences on a line, shortest first; each rank takes rows from both ends to complete rows and work.
+
+        Args:
+            sequences: their numbers, ascending.
+            wherever: also expect the cheaper rows at the upper end, as where that is at the first rows of a sequence.
+        """
         self._line = sequences[np.argsort(self._lengths[sequences], kind="stable")]
         line = _Line(self._lengths[self._line])
         low, high = 0, line.starts[-1]
@@ -233,11 +281,10 @@ class _Attempt:
                 for rank, rows in enumerate(self.rows) if rows < self.capacity}
         for rank in sorted(lack, key=lack.__getitem__):
             count = min(self.capacity - self.rows[rank], high - low)
-            work = partial(line.work_of_ends, low, high, count)
-            dear = bisect_left(range(count), self.share - self.work[rank], key=work)
+            dear = line.dear_rows(low, high, count, self.share - self.work[rank], wherever)
             self._cuts += [(low, low + count - dear, rank), (high - dear, high, rank)]
             self.rows[rank] += count
-            self.work[rank] += work(dear)
+            self.work[rank] += line.work_of_ends(low, high, count, dear)
             low, high = low + count - dear, high - dear
 
     def runs(self) -> Ints:
@@ -245,7 +292,51 @@ class _Attempt:
         first, _, owner = np.array(sorted(self._cuts), np.int64).reshape(-1, 3).T
         item, begin, end, part = _cut(self._lengths[self._line], first)
         folded = np.stack([owner[part], self._line[item], begin, end], axis=1)
-        return np.concatenate([np.array(self._dealt, np.int64).reshape(-1, 4), folded])
+        return np.concatenate([np.array(self._dealt, np.int64).reshape(-1, 4), *self._stretched, folded])
+
+
+def _levelled(lack: NDArray[Any], free: Ints, total: float) -> NDArray[Any]:
+    """Return the work that each rank takes, such that what it then lacks per free row has one upper limit.
+
+    Args:
+        lack: (cp_size,) work that each rank lacks, >= 0, by descending lack per free row.
+        free: (cp_size,) rows that each rank can still take.
+        total: work that all ranks take together, less than they lack.
+    """
+    per_row = lack / np.maximum(free, 1)
+    limits = (np.cumsum(lack) - total) / np.maximum(np.cumsum(free), 1)  # if the first ranks alone take work
+    number = int(np.argmax(limits >= np.append(per_row[1:], -np.inf)))
+    limit = limits[number]
+    taken: NDArray[Any] = np.where(np.arange(len(lack)) <= number, np.maximum(lack - limit * free, 0), 0)
+    return taken
+
+
+def _stretched(sequences: Ints, lengths: Ints, shares: NDArray[Any]) -> Ints:
+    """Stretch sequences over ranks: a part of a sequence's work is an early and a late chunk, as in dual_chunk.
+
+    Args:
+        sequences: (num_seqs,) their numbers.
+        lengths: (num_seqs,) their tokens, > 0.
+        shares: (cp_size,) work of each rank, in any unit.
+
+    Returns:
+        (num_runs, 4) as place_fold, with the index of a share as rank.
+    """
+    work = _triangle(lengths)
+    ends = np.append(0, np.cumsum(work))
+    parts = np.append(0.0, np.cumsum(shares))
+    cuts = np.minimum((parts * (ends[-1] / parts[-1])).astype(np.int64), ends[-1])
+    cuts[-1] = ends[-1]
+    edges = np.unique(np.concatenate([ends, cuts]))
+    low, high = edges[:-1], edges[1:]
+    item, rank = (np.searchsorted(x, low, side="right") - 1 for x in (ends, cuts))
+    length, is_last = lengths[item], high == ends[item + 1]
+    early, late = ([((x - ends[item]) / work[item] * half).astype(np.int64) for x in (low, high)]
+                   for half in (length // 2, length - length // 2))
+    first = np.stack([rank, sequences[item], early[0], np.where(is_last, length - late[0], early[1])], axis=1)
+    second = np.stack([rank, sequences[item], length - late[1], length - late[0]], axis=1)[~is_last]
+    runs = np.concatenate([first, second])
+    return runs[runs[:, 2] < runs[:, 3]]
 
 
 class _Line:
@@ -257,6 +348,16 @@ class _Line:
     def __init__(self, lengths: Ints) -> None:
         self.starts = [0, *np.cumsum(lengths).tolist()]
         self._done = [0, *np.cumsum(_triangle(lengths)).tolist()]
+
+    def dear_rows(self, low: int, high: int, count: int, work: float, wherever: bool) -> int:
+        """Return how many of `count` of the rows [low, high) are the last ones, such that they have so much work.
+
+        wherever: see _Attempt.fold.
+        """
+        of_ends = partial(self.work_of_ends, low, high, count)
+        if wherever and of_ends(count) < of_ends(0):
+            return bisect_left(range(count), -work, key=lambda dear: -of_ends(dear))
+        return bisect_left(range(count), work, key=of_ends)
 
     def work_of_ends(self, low: int, high: int, count: int, dear: int) -> int:
         """Return the work of `count` of the rows [low, high): the last `dear` rows, and the first ones."""

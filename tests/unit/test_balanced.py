@@ -9,6 +9,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -18,12 +19,15 @@ from test_sharding import DeviceOffsets
 
 import thdattn
 from thdattn import PackedBatch, Sharding
+from thdattn.balance import balanced_runs
 from thdattn.engines import reference
+from thdattn.plan.key_transfers import Routes, needed_rows
 from thdattn.plan.plan import NO_ARRAYS, Plan
 from thdattn.plan.ranges import host_arrays
 
 CP_SIZES = (1, 2, 3, 4, 8)
 WINDOWS = [(-1, 0), (-1, -1), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
+REAL = SOURCE.parent / "benchmarks/doc_lengths.csv"
 MOST_WORK = 1.08  # of the mean, where a rank has more than 512 rows
 
 
@@ -166,6 +170,44 @@ def test_work_is_even_without_sharing_the_longest():
         assert seen.sum() - (rows >= 0).sum() <= 1500
 
 
+def documents_of(kind, total):
+    """Lengths of real documents, of a log-normal distribution, or of few equal ones, `total` tokens together."""
+    rng = np.random.default_rng(len(kind))
+    if kind == "equal":
+        return np.full(4, total // 4)
+    if kind == "log-normal":
+        lengths = np.exp(rng.normal(7.5, 1.4, total // 500)).astype(int) + 1
+    else:
+        low, high, share = np.loadtxt(REAL, delimiter=",", skiprows=2).T
+        bins = rng.choice(len(low), total // 500, p=share / share.sum())
+        lengths = rng.integers(low[bins], high[bins], endpoint=True)
+    ends = np.minimum(np.cumsum(lengths), total)
+    return np.diff(ends[: np.searchsorted(ends, total) + 1], prepend=0)
+
+
+@pytest.mark.parametrize("cp_size", [24, 64, 256, 1024])
+@pytest.mark.parametrize("kind", ["real", "log-normal", "equal"])
+def test_documents_are_stretched_over_many_ranks(kind, cp_size):
+    lengths = documents_of(kind, 2**20)
+    batch = batch_of(lengths)
+    begin = time.process_time()
+    runs = balanced_runs(batch, cp_size)
+    needed = needed_rows(batch, cp_size, (-1, 0), -(-batch.total_rows // cp_size))
+    Routes(needed, cp_size - 1)
+    assert time.process_time() - begin < 1, "host time of a pack"
+
+    order = np.argsort(runs.begin)
+    assert runs.begin[order].tolist() == [0, *runs.end[order][:-1].tolist()] and runs.end.max() == lengths.sum()
+    rows = np.bincount(runs.rank, runs.end - runs.begin, minlength=cp_size)
+    assert rows.max() <= -(-lengths.sum() // cp_size)
+    positions = runs.begin - batch.cu_seqlens[runs.sequence], runs.end - batch.cu_seqlens[runs.sequence]
+    pairs = [x * (x + 1) // 2 for x in positions]
+    work = np.bincount(runs.rank, pairs[1] - pairs[0], minlength=cp_size)
+    assert work.max() <= 1.05 * work.mean()
+    received = needed.sizes - rows
+    assert received.max() <= 2.5 * lengths.max() and needed.num_sent.max() <= 2.5 * lengths.max()
+
+
 def test_rows_are_the_same_in_a_second_process():
     program = (
         "import hashlib, numpy as np, thdattn\n"
@@ -270,6 +312,26 @@ def test_needed_rows_of_any_pack(seed):
     rng = np.random.default_rng(seed)
     window = WINDOWS[seed % 2] if seed % 3 else tuple(rng.integers(-1, 40, 2).tolist())
     assert_needed_rows(random_pack(rng), int(rng.choice(CP_SIZES[1:])), window)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_needed_rows_of_many_ranks(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, rng.choice([3, 40, 300]), int(rng.integers(1, 12)))
+    assert_needed_rows(batch_of(lengths, rng.integers(0, 3, len(lengths)), 7), int(rng.integers(17, 40)),
+                       WINDOWS[seed % 4])  # fmt: skip
+
+
+@pytest.mark.parametrize("cp_size", [2, 7, 24])
+def test_every_rank_knows_its_part_of_the_table(cp_size):
+    for seed in range(20):
+        batch = random_pack(np.random.default_rng(seed))
+        plans = [plan_of(Sharding(batch, cp_size, "balanced"), rank, WINDOWS[seed % 4]) for rank in range(cp_size)]
+        table = np.array([plan.routes.sent for plan in plans])
+        assert table.tolist() == np.array([plan.routes.received for plan in plans]).T.tolist()
+        for plan in plans:
+            assert plan.routes.table.tolist() == table.tolist()
+            assert plan.routes.most_sent == table.sum(axis=1).max() and plan.routes.is_empty == (not table.any())
 
 
 def test_documents_that_stay_whole_send_nothing():

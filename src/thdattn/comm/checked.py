@@ -43,7 +43,8 @@ class CheckedCollectives(Comm):
     def all_to_all(
         self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
     ) -> Callable[[], None]:
-        self.agree("exchange of slices", {"sizes": spec.sizes.ravel(), "at_once": at_once})
+        sizes = None if spec.sizes is None else spec.sizes.ravel()
+        self.agree("exchange of slices", {"sizes": sizes, "at_once": at_once})
         return super().all_to_all(spec, sends, recvs, at_once)
 
     def gather_heads(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 Slices = Sequence[tuple[Any, int]]  # (slice, rank that it is sent to or received from)
 
@@ -38,12 +37,12 @@ class AllToAllSpec:
     outs: for each array that is sent, the slice that each rank gets, this one included.
     ins: for each array that is written, the slice that each rank's data go to; as many arrays.
     sizes: (size, size) bytes that each rank (row) sends to each other one (column); 0 from a rank to itself. The same
-        on all ranks.
+        on all ranks. None, as for Comm.exchange: no kernel overlaps the exchange.
     """
 
     outs: tuple[SliceSpec, ...]
     ins: tuple[SliceSpec, ...]
-    sizes: NDArray[np.int64]
+    sizes: Any
 
     @functools.cached_property
     def received(self) -> list[int]:

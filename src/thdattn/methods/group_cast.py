@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
@@ -75,7 +75,7 @@ def backward(
     alone = plan.is_apart
     sum_dtype = options.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
     # Rows whose gradients this rank sends or receives; where no rank has many, one kernel brings all, without overlap.
-    most = min(max(routes.num_received, routes.num_sent), int(routes.table.sum(axis=1).max()))
+    most = min(max(routes.num_received, routes.num_sent), routes.most_sent)
     overlaps, coming = is_worth_overlapping(comm, most, (k, v), sum_dtype), []
     grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (k, v)]
 
@@ -110,8 +110,9 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
         return [*_sent(name, plan, heads, dtype), *_received(name, plan, heads, dtype)]
 
     engine, layer, alone = plan.engine, layer._replace(groups=(heads,)), plan.is_apart
-    windows = [comm.exchange_bytes(table * heads * sum(plan.head_dims) * dtype.itemsize, 0)
-               for table, dtype in ((routes.table, layer.dtype), (routes.table.T, sum_dtype))]  # fmt: skip
+    windows = [{} if sizes is None else comm.exchange_bytes(sizes, 0) for sizes in (
+        _sizes(comm, routes, heads * sum(plan.head_dims) * dtype.itemsize, back=back)
+        for dtype, back in ((layer.dtype, False), (sum_dtype, True)))]
     needed = [] if plan.needs_own_rows else plan.key_buffers(heads, layer.dtype)
     work = messages("rows under way", layer.dtype) + engine.forward_buffers(plan, layer)
     forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work if layer.keeps_keys else needed + work)
@@ -219,16 +220,22 @@ def _exchange(
     assert routes is not None
     if routes.is_empty:
         return no_wait
-    spec = plan.memoize(("all to all", row_bytes, back), lambda: _spec(routes, row_bytes, back))
+    spec = plan.memoize(("all to all", row_bytes, back), lambda: _spec(comm, routes, row_bytes, back))
     return comm.all_to_all(spec, sends, recvs)
 
 
-def _spec(routes: Routes, row_bytes: int, back: bool) -> AllToAllSpec:
+def _spec(comm: Comm, routes: Routes, row_bytes: int, back: bool) -> AllToAllSpec:
     """Return what all ranks exchange, of two arrays whose rows have so many bytes together."""
     out, into = ((_cut(number),) * 2 for number in (routes.sent, routes.received))
-    if back:
-        return AllToAllSpec(into, out, routes.table.T * row_bytes)
-    return AllToAllSpec(out, into, routes.table * row_bytes)
+    sizes = _sizes(comm, routes, row_bytes, back)
+    return AllToAllSpec(into, out, sizes) if back else AllToAllSpec(out, into, sizes)
+
+
+def _sizes(comm: Comm, routes: Routes, row_bytes: int, back: bool) -> NDArray[np.int64] | None:
+    """Return the bytes that each rank sends to each other one, if exchanges of the comm overlap kernels."""
+    if not comm.overlaps:
+        return None
+    return (routes.table.T if back else routes.table) * row_bytes
 
 
 def _cut(num_rows: Ints) -> SliceSpec:

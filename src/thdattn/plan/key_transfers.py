@@ -1,20 +1,21 @@
 """Exchange of needed rows, for shardings by runs: the keys that each rank's queries see, owner ranks, and transfers.
 
-Every rank computes the transfers of all ranks from the lengths. It works on runs of consecutive rows, which are few,
-and expands their pieces to arrays of rows.
+Every rank computes the key buffers of all ranks from the lengths, and its own transfers. It works on runs of
+consecutive rows, which are few, and expands their pieces to arrays of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.balance import Ints, balanced_runs, once, within_rank
-from thdattn.packing import PackedBatch, rows_of_runs
+from thdattn.packing import PackedBatch
 from thdattn.plan.mask import in_sight, transposed
 
 
@@ -62,21 +63,32 @@ class Routes:
     """Numbers of key rows that ranks send to each other.
 
     Args:
-        table: (cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal.
+        needed: the key buffers of all ranks.
         cp_rank: this rank.
 
     Attributes:
-        table: as passed.
         is_empty: True if no rank sends a row to another.
+        most_sent: rows of the rank that sends most.
         sent: (cp_size,), rows that this rank sends to each rank.
         received: (cp_size,), rows that this rank receives from each rank.
         num_sent, num_received: sums of sent and of received.
     """
 
-    def __init__(self, table: Ints, cp_rank: int) -> None:
-        self.table, self.is_empty = table, not table.any()
-        self.sent, self.received = table[cp_rank], table[:, cp_rank]
+    def __init__(self, needed: NeededRows, cp_rank: int) -> None:
+        self._needed = needed
+        self.most_sent = int(needed.num_sent.max())
+        self.is_empty = not self.most_sent
+        cp_size = len(needed.sizes)
+        (_, receiver, _, _, given), (sender, _, _, _, taken) = needed.sends(cp_rank), needed.receives(cp_rank)
+        self.sent, self.received = (np.bincount(peer, sizes, minlength=cp_size).astype(np.int64)
+                                    for peer, sizes in ((receiver, given), (sender, taken)))
+        self.sent[cp_rank] = self.received[cp_rank] = 0
         self.num_sent, self.num_received = int(self.sent.sum()), int(self.received.sum())
+
+    @property
+    def table(self) -> Ints:
+        """(cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal. Only peer memory needs all."""
+        return self._needed.table
 
 
 class KeySide(NamedTuple):
@@ -91,7 +103,7 @@ class KeySide(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NeededRows:
-    """Key buffers of all ranks under a mask, and the moves that fill them.
+    """Key buffers of all ranks under a mask, and the owners of their rows.
 
     A buffer has the rows that some query of the rank sees, ascending: no padding.
 
@@ -100,30 +112,51 @@ class NeededRows:
         sizes: (cp_size,), rows of each buffer.
         runs: (4, num_runs): rank, begin and end of consecutive rows of the pack in the rank's buffer, and their first
             buffer row; rank after rank, ascending.
-        moves: (5, num_moves): sender, receiver, first local row of the sender, first row in the receiver's buffer, and
-            number of rows; sorted by sender, receiver and row. Moves of a rank to itself are included.
+        owned: (4, num_owned): rank, begin and end of consecutive tokens of the pack that the rank owns, and their first
+            local row; rank after rank, ascending.
     """
 
     local_rows: int
     sizes: Ints
     runs: Ints
-    moves: Ints
+    owned: Ints
 
+    def sends(self, cp_rank: int) -> Ints:
+        """Return the moves from a rank to all ranks, itself included, by receiver and row; see _moves."""
+        return _moves(_of_rank(self.owned, cp_rank), self.runs)
+
+    def receives(self, cp_rank: int) -> Ints:
+        """Return the moves from all ranks, itself included, to a rank, by sender and row; see _moves."""
+        return _moves(self.owned, _of_rank(self.runs, cp_rank))
+
+    @cached_property
+    def num_sent(self) -> Ints:
+        """(cp_size,), rows that each rank sends to all others together.
+
+        A row goes to every rank that needs it except its owner, who needs it too.
+        """
+        _, first, last, _ = self.runs
+        rank, begin, end, _ = self.owned
+        needs = _rows_below(first, end) - _rows_below(first, begin) - _rows_below(last, end) + _rows_below(last, begin)
+        return np.bincount(rank, needs - (end - begin), minlength=len(self.sizes)).astype(np.int64)
+
+    @cached_property
     def table(self) -> Ints:
-        """Return the table of Routes."""
-        sender, receiver, _, _, sizes = self.moves
-        table = np.zeros((len(self.sizes), len(self.sizes)), np.int64)
-        np.add.at(table, (sender, receiver), sizes)
+        """(cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal."""
+        cp_size = len(self.sizes)
+        table = np.zeros((cp_size, cp_size), np.int64)
+        for rank in range(cp_size):
+            _, receiver, _, _, sizes = self.sends(rank)
+            table[rank] = np.bincount(receiver, sizes, minlength=cp_size)
         np.fill_diagonal(table, 0)
         return table
 
     def key_side(self, cp_rank: int) -> KeySide:
         """Return the arrays of one rank's buffer."""
-        here = self.runs[:, self.runs[0] == cp_rank]
-        _, begin, end, key_row = here
+        _, begin, end, key_row = _of_rank(self.runs, cp_rank)
         rows_of_keys = Pieces.of(int(self.sizes[cp_rank]), key_row, end - begin, begin)
 
-        given, taken = (self.moves[:, self.moves[i] == cp_rank] for i in (0, 1))
+        given, taken = self.sends(cp_rank), self.receives(cp_rank)
         _, receiver, row, key_row, sizes = given
         own = receiver == cp_rank
         places = _unread(given[2:, own], given[2:, ~own], int(self.sizes[cp_rank]))
@@ -172,20 +205,41 @@ def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], loca
     key_rank, key_begin, key_end = _runs_in_sight(batch, rank, begin, end, sequence, window)
     key_row = within_rank(key_rank, key_end - key_begin)
 
-    # For every run, find the runs of every rank's buffer that it overlaps: offsets put ranks one after another.
-    apart = batch.total_rows + 1
-    wanted = np.arange(cp_size) * apart
-    first = np.searchsorted(key_end + key_rank * apart, begin[:, None] + wanted, side="right")
-    stop = np.searchsorted(key_begin + key_rank * apart, end[:, None] + wanted, side="left")
-    counts = np.maximum(stop - first, 0)
-    key = rows_of_runs(first.ravel(), counts.ravel())
-    run = np.repeat(np.arange(len(rank)), counts.sum(axis=1))
+    sizes = np.bincount(key_rank, key_end - key_begin, minlength=cp_size).astype(np.int64)
+    return NeededRows(local_rows, sizes, np.stack([key_rank, key_begin, key_end, key_row]),
+                      np.stack([rank, begin, end, local]))
+
+
+def _of_rank(runs: Ints, cp_rank: int) -> Ints:
+    """Return the runs of one rank; the first row of runs is the rank, ascending."""
+    first, last = np.searchsorted(runs[0], [cp_rank, cp_rank + 1])
+    return runs[:, first:last]
+
+
+def _moves(owned: Ints, keys: Ints) -> Ints:
+    """Return the moves from runs of owners to runs of key buffers, in time linear in their product.
+
+    Args:
+        owned, keys: some of owned and of runs of NeededRows.
+
+    Returns:
+        (5, num_moves): sender, receiver, first local row of the sender, first row in the receiver's buffer, and number
+        of rows; sorted by sender, receiver and row.
+    """
+    (rank, begin, end, local), (key_rank, key_begin, key_end, key_row) = owned, keys
+    run, key = np.nonzero((begin[:, None] < key_end) & (key_begin < end[:, None]))
     low, high = np.maximum(begin[run], key_begin[key]), np.minimum(end[run], key_end[key])
     moves = np.stack([rank[run], key_rank[key], local[run] + low - begin[run], key_row[key] + low - key_begin[key],
                       high - low])  # fmt: skip
-    sizes = np.bincount(key_rank, key_end - key_begin, minlength=cp_size).astype(np.int64)
-    return NeededRows(local_rows, sizes, np.stack([key_rank, key_begin, key_end, key_row]),
-                      moves[:, np.lexsort((moves[2], moves[1], moves[0]))])
+    return moves[:, np.lexsort((moves[2], moves[1], moves[0]))]
+
+
+def _rows_below(begins: Ints, row: Ints) -> Ints:
+    """Return the sum of max(0, row - begin) over all begins, for every row."""
+    ordered = np.sort(begins)
+    number = np.searchsorted(ordered, row)
+    sums: Ints = number * row - np.append(0, np.cumsum(ordered))[number]
+    return sums
 
 
 def foreign_tiles(
@@ -201,11 +255,11 @@ def foreign_tiles(
         (key tiles,) bool, True if a row of the tile belongs to another rank.
     """
     needed, owned = needed_rows(batch, cp_size, window, local_rows), balanced_runs(batch, cp_size)
-    sender, receiver, _, key_row, sizes = needed.moves
-    foreign = np.flatnonzero((receiver == cp_rank) & (sender != cp_rank))
+    sender, _, _, key_row, sizes = needed.receives(cp_rank)
+    foreign = np.flatnonzero(sender != cp_rank)
     foreign = foreign[np.argsort(key_row[foreign])]
     key_row, sizes = key_row[foreign], sizes[foreign]
-    _, begin, _, first = needed.runs[:, needed.runs[0] == cp_rank]
+    _, begin, _, first = _of_rank(needed.runs, cp_rank)
     run = np.searchsorted(first, key_row, side="right") - 1
     row = begin[run] + key_row - first[run]  # row of the pack
 

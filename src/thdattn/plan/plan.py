@@ -191,7 +191,7 @@ class Plan:
     @cached_property
     def routes(self) -> Routes | None:
         """Numbers of key rows that ranks send to each other; None where ranks exchange all rows."""
-        return Routes(self._needed_rows.table(), self.cp_rank) if self.sharding.by_runs else None
+        return Routes(self._needed_rows, self.cp_rank) if self.sharding.by_runs else None
 
     @property
     def slices(self) -> list[Plan]:
