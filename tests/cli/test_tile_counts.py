@@ -90,3 +90,24 @@ def test_key_ranges_alone_are_those_of_the_plan(strategy, keys_of):
     for rank in range(4):
         arrays = host_arrays(sharding, rank, (20, 0), (8, 8), keys_of=keys_of)
         assert np.array_equal(key_ranges(sharding, rank, (20, 0), keys_of), arrays.key_ranges)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (3000, 0)], ids=["causal", "full", "window"])
+def test_steps_of_a_long_ring_are_close_to_all_counted_ones(window, monkeypatch):
+    size, rng = 40, np.random.default_rng(0)
+    lengths = [60_000, 20_000, *rng.integers(100, 6000, 30).tolist()]
+    sharding = thdattn.Sharding(thdattn.PackedBatch.from_lengths(lengths, 2 * size), size)
+    tiles, ranks = tile_counts.tiles_of_slices(sharding, window), np.arange(size)
+    exact = np.array([tiles[ranks, (ranks - step) % size].max() for step in range(size)])
+    found = tile_counts.tiles_of_steps(sharding, window)
+    assert found.shape == (size,) and found.sum() == pytest.approx(exact.sum(), rel=0.1)
+    monkeypatch.setattr(tile_counts, "RING", size)
+    sharding = thdattn.Sharding(thdattn.PackedBatch.from_lengths(lengths, 2 * size), size)
+    assert tile_counts.tiles_of_steps(sharding, window).tolist() == exact.tolist()
+
+
+def test_counted_ranks_are_all_or_evenly_spaced():
+    assert tile_counts.counted_ranks(5).tolist() == [0, 1, 2, 3, 4]
+    ranks = tile_counts.counted_ranks(1024)
+    assert len(ranks) == tile_counts.COUNTED and ranks[0] == 0 and ranks[-1] == 1023
+    assert np.ptp(np.diff(ranks)) <= 1

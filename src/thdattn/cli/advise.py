@@ -21,7 +21,7 @@ from thdattn.plan.memory import in_units
 from thdattn.sharding import Sharding
 
 MOST_DOCUMENTS = 40  # in the picture
-MOST_RANKS = 256  # the costs look at every pair of ranks
+MOST_RANKS = 1024  # the costs have tables of all pairs of ranks
 UNITS = {"forward": 1e12, "backward": 1e12, "link": 1e9, "between": 1e9, "memory": 1e12, "latency": 1e-6}
 EXPLANATION = """
 multiple   padded lengths must be multiples of this; PackedBatch.from_lengths(lengths, multiple=...) pads them
@@ -30,6 +30,7 @@ work       visible query-key pairs of the busiest rank, over the mean of the ran
 memory     free memory that one layer needs beside q, k and v, on the rank that needs most; windows of peer memory come
            on top, and where this machine has no GPU also what the kernels take
 attention  time of the attention kernels alone, forward and backward
+On more than 32 ranks, work, memory and attention are those of 32 evenly spaced ranks.
 Times are predicted from the rates above; they are not measured."""
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from thdattn.attention import CPAttention
 from thdattn.balance import Ints
 from thdattn.comm import SingleComm
-from thdattn.costs.tile_counts import TILE, own_tiles, pairs_and_tiles, tiles_of_slices
+from thdattn.costs.tile_counts import TILE, counted_ranks, own_tiles, pairs_and_tiles, tiles_of_steps
 from thdattn.methods import all_gather, group_cast, p2p
 from thdattn.methods.base import Method, lse_dtype
 from thdattn.packing import PackedBatch
@@ -391,10 +391,10 @@ class _Clock:
     def _ring(self, rows: Moves, share: int) -> float:
         """Add the steps of a ring, each as long as that of the busiest rank."""
         layer, size = self.layer, self.layer.core.cp_size
-        tiles, ranks = tiles_of_slices(layer.core.sharding, layer.core.window), np.arange(size)
+        tiles = tiles_of_steps(layer.core.sharding, layer.core.window)
         merged = layer.core.local_rows * layer.heads * layer.core.head_dims[1 - self.direction] * 4
-        work = [self.compute(int(tiles[ranks, (ranks - step) % size].max()), share)
-                + 2 * merged / share / self.rates.memory for step in range(size)]  # out or dq, in float32
+        work = [self.compute(int(number), share) + 2 * merged / share / self.rates.memory
+                for number in tiles]  # out or dq, in float32
         keys, sums = (self._hop(float(x.max()) / share) for x in rows)
         if self.direction == 0:  # every step except the last overlaps the exchange of the next slice
             return sum(self._beside(now, keys) for now in work[:-1]) + work[-1]
@@ -447,9 +447,9 @@ def _to_each(size: int, number: int) -> Ints:
 
 
 def _memory(batch: PackedBatch, cp_size: int, shape: Shape, way: Way) -> int:
-    """Return the bytes of the rank that needs most; only needed rows differ."""
-    ranks = range(0, cp_size, way.inner) if way.sharding == "balanced" else range(1)
-    return max(_attention(rank, cp_size, shape, way).memory(batch, way.sharding).wanted() for rank in ranks)
+    """Return the bytes of the rank that needs most, of counted_ranks; only needed rows differ."""
+    ranks = way.inner * counted_ranks(cp_size // way.inner) if way.sharding == "balanced" else np.zeros(1, int)
+    return max(_attention(rank, cp_size, shape, way).memory(batch, way.sharding).wanted() for rank in ranks.tolist())
 
 
 def _attention(rank: int, cp_size: int, shape: Shape, way: Way) -> CPAttention:

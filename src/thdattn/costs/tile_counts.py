@@ -11,21 +11,29 @@ from thdattn.plan.ranges import key_ranges
 from thdattn.sharding import Sharding
 
 TILE = 128  # rows of queries and of keys
+COUNTED = 32  # ranks whose work is counted, evenly spaced, where there are more; shardings make all ranks' work even
+RING = 16  # ranks up to which every step of a ring is counted
+RING_RANKS = 4  # ranks that are counted in a longer one
+
+
+def counted_ranks(cp_size: int, most: int = COUNTED) -> Ints:
+    """Return the ranks that stand for all, ascending: all of them, or `most` evenly spaced ones."""
+    return np.unique(np.linspace(0, cp_size - 1, min(cp_size, most)).round().astype(np.int64))
 
 
 def pairs_and_tiles(sharding: Sharding, window: tuple[int, int]) -> tuple[Ints, Ints]:
-    """Count pairs and tiles of every rank, over all keys that it sees.
+    """Count pairs and tiles of counted_ranks, over all keys that they see.
 
     Args:
         sharding: of a batch on the host.
         window: (left, right), -1 = unlimited; causal is right = 0.
 
     Returns:
-        pairs: (cp_size,), (query, key) pairs that the mask leaves.
-        tiles: (cp_size,), tiles of one head that have such a pair. Both are cached per batch.
+        pairs: (number of ranks,), (query, key) pairs that the mask leaves.
+        tiles: (number of ranks,), tiles of one head that have such a pair. Both are cached per batch.
     """
     def counted() -> tuple[Ints, Ints]:
-        ranges = [key_ranges(sharding, rank, window) for rank in range(sharding.cp_size)]
+        ranges = [key_ranges(sharding, rank, window) for rank in counted_ranks(sharding.cp_size).tolist()]
         pairs = [int((end - begin).sum(dtype=np.int64)) for begin, end in (x.T for x in ranges)]
         return np.array(pairs), np.array([touched(x) for x in ranges])
 
@@ -39,15 +47,36 @@ def tiles_of_slices(sharding: Sharding, window: tuple[int, int]) -> Ints:
         [[touched(key_ranges(sharding, rank, window, keys_of=other)) for other in ranks] for rank in ranks]))
 
 
+def tiles_of_steps(sharding: Sharding, window: tuple[int, int]) -> NDArray[np.float64]:
+    """Count the tiles of the busiest rank in every step of a ring, (cp_size,); step 0 is its own slice.
+
+    On more than RING ranks, a few ranks are counted at some steps, close to each other near the own slice, and
+    other steps are interpolated.
+    """
+    size = sharding.cp_size
+    if size <= RING:
+        tiles, ranks = tiles_of_slices(sharding, window), np.arange(size)
+        return np.array([tiles[ranks, (ranks - step) % size].max() for step in range(size)], np.float64)
+
+    def counted() -> NDArray[np.float64]:
+        near = np.unique(np.geomspace(1, size // 2, RING).round().astype(np.int64))
+        steps = np.unique(np.concatenate([[0], near, size - near]))
+        found = [max(touched(key_ranges(sharding, rank, window, keys_of=(rank - step) % size))
+                     for rank in counted_ranks(size, RING_RANKS).tolist()) for step in steps.tolist()]
+        return np.interp(np.arange(size), steps, found)
+
+    return once(sharding.batch, ("tiles of steps", *_traits(sharding), window), counted)
+
+
 def own_tiles(sharding: Sharding, window: tuple[int, int]) -> Ints:
-    """Count the tiles of every rank whose compute overlaps the exchange of needed rows, (2, cp_size).
+    """Count the tiles of counted_ranks whose compute overlaps the exchange of needed rows, (2, number of ranks).
 
     Row 0, for the forward: tiles whose queries see no row of another rank. Row 1, for the backward: tiles whose keys
     include no row of another rank.
     """
     def counted() -> Ints:
         found = []
-        for rank in range(sharding.cp_size):
+        for rank in counted_ranks(sharding.cp_size).tolist():
             foreign = foreign_tiles(sharding.batch, sharding.cp_size, window, sharding.local_rows, rank, (TILE, TILE))
             query, first, last = _runs(key_ranges(sharding, rank, window))
             keys = np.append(0, np.cumsum(~foreign[1]))
