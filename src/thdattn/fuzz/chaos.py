@@ -245,7 +245,8 @@ def _mistakes(chaos: Round, job: Job, status: int) -> list[str]:
 
 
 def _last_words(job: Job) -> str:
-    return " | ".join(line.strip() for line in job.lines[-6:])
+    told = [line for line in job.lines if "thdattn: " in line or "Error: " in line]
+    return " | ".join(line.strip() for line in told[-6:] or job.lines[-6:])
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> bool:

@@ -22,6 +22,7 @@ from thdattn.fuzz.judge import judge
 from thdattn.fuzz.runs import MODULES_THAT_ALLOCATE, Ranks, gathered, poisoned, run
 
 LATE_SECONDS = 1.0
+SECONDS_TO_JUDGE = 240.0  # on a busy machine
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 MOST_PACKS, PACKS_AFTERWARDS, PACKS_OF_NOTHING = 400, 4, 120
 GROWING_ROWS = (200, 800, 1600, 3200, 800, 5000)  # packs that need larger and larger windows
@@ -143,8 +144,12 @@ def packs(chaos: Round, engine: str) -> Iterator[FuzzCase]:
         number += 1
 
 
-def soak(chaos: Round, ranks: Ranks, fault: Fault) -> None:
-    """Run packs until the fault has happened, and some more; one rank judges each."""
+def soak(chaos: Round, ranks: Ranks, fault: Fault, judges: Comm) -> None:
+    """Run packs until the fault has happened, and some more; one rank judges each.
+
+    Args:
+        judges: the same ranks, on which the others wait for the one that judges.
+    """
     left = PACKS_OF_NOTHING if chaos.kind == "nothing" else MOST_PACKS
     for number, case in enumerate(packs(chaos, ranks.engine)):
         failed = False
@@ -161,6 +166,7 @@ def soak(chaos: Round, ranks: Ranks, fault: Fault) -> None:
         if not failed and number % ranks.comm.size == ranks.comm.rank:
             found = judge(case, results)
             say(f"FAILED --case {case.words()!r}: {'; '.join(found.wrong)}" if found.wrong else "finds a pack right")
+        judges.barrier()
         left = min(left - 1, PACKS_AFTERWARDS if happened and left > PACKS_AFTERWARDS else left)
         if left <= 0:
             return
@@ -185,12 +191,13 @@ def main(line: str, engine: str, timeout: str) -> None:
     say("begins")
     chaos = Round.from_words(line)
     with init("nccl" if engine == "cuda" else "mpi", timeout=float(timeout)) as comm:
-        _soak_with_fault(chaos, comm, engine)
+        with init("mpi", timeout=SECONDS_TO_JUDGE) as judges:
+            _soak_with_fault(chaos, comm, engine, judges)
         comm.barrier()
     say("ends well")
 
 
-def _soak_with_fault(chaos: Round, comm: Comm, engine: str) -> None:
+def _soak_with_fault(chaos: Round, comm: Comm, engine: str, judges: Comm) -> None:
     ranks, fault = Ranks(comm, engine), Fault(chaos, comm.rank)
     with poisoned(engine), ranks.stream(), fault.planted(engine):
-        soak(chaos, ranks, fault)
+        soak(chaos, ranks, fault, judges)
