@@ -149,7 +149,8 @@ class CPAttention:
         Collective: every rank calls it with the same batch, which is checked (lengths on a GPU are not read).
 
         Args:
-            batch: the global lengths. Plans of one batch for several masks share arrays where they can. Lengths on a
+            batch: the global lengths. Plans of one batch for several masks share arrays where they can. Prefix trees
+                need engine "reference" and a causal attention without a window. Lengths on a
                 GPU need engine "cuda": nothing is copied to the host, and a captured CUDA graph may make the plan.
                 Wrong lengths on a GPU make all results NaN; see Plan.check.
             sharding: "dual_chunk", "contiguous" or "balanced", or a Sharding of this batch over comm.size ranks. The
@@ -168,13 +169,14 @@ class CPAttention:
             TypeError: batch, key_batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: an unknown sharding, lengths that the sharding cannot split, a Sharding of another batch or
                 size, or a key_batch of another number of sequences, on the other side or for several ranks. On every
-                rank: a batch that differs between ranks, too little free GPU memory on one of several ranks for the
-                work buffers and one layer (see memory), or wrong lengths on a GPU in the previous plan of one rank.
+                rank: prefix trees that this attention cannot have, a batch that differs between ranks, too little free
+                GPU memory on one of several ranks for the work buffers and one layer (see memory), or wrong lengths on
+                a GPU in the previous plan of one rank.
             RuntimeError: lengths on the host, inside a captured CUDA graph.
         """
         plan = self._outline(batch, sharding, key_batch, like, finite_padding)
         forward_only = as_bool("forward_only", forward_only)
-        refusal, self._lengths = build.found_wrong(self._lengths), None
+        refusal, self._lengths = build.refused_trees(plan) or build.found_wrong(self._lengths), None
         if self.comm.size > 1:
             refusal = refusal or free_memory.shortage(self._engine, self.comm, self._memory(plan), forward_only)
         self.comm.agree("the plan", self._description(plan), refusal, _SAME_PLAN)
@@ -207,6 +209,8 @@ class CPAttention:
             TypeError, ValueError: as plan, for what it finds on one rank.
         """
         plan = self._outline(batch, sharding, None, None, False)
+        if refusal := build.refused_trees(plan):
+            raise ValueError(refusal)
         _ = (plan.core or plan).routes
 
     def memory(

@@ -73,9 +73,9 @@ class KVCache:
 
         Raises:
             TypeError: an array of the wrong dtype or on the wrong device, or plan is no Plan.
-            ValueError: an array of the wrong shape; a plan of several ranks, of another number of sequences, or whose
-                lengths the GPU has found wrong; or a sequence longer than the capacity. With lengths on a GPU, `check`
-                reports sequences that are too long.
+            ValueError: an array of the wrong shape; a plan of several ranks, of trees, of another number of sequences,
+                or whose lengths the GPU has found wrong; or a sequence longer than the capacity. With lengths on a GPU,
+                `check` reports sequences that are too long.
         """
         check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
         batch = plan.key_batch
@@ -84,6 +84,9 @@ class KVCache:
                 f"plan is of {batch.num_seqs} sequences on {plan.cp_size} ranks, wanted {self.num_texts} on one, the "
                 f"texts of the cache; pack one sequence per text, empty ones where there is nothing"
             )
+        if batch.trees is not None:
+            raise ValueError("plan is of trees, wanted one sequence per text, as a text of a cache is one path; fill "
+                             "it from a batch of the paths (PackedBatch.paths)")
         if not batch.on_device and batch.lengths.max() > self.capacity:
             text = int(batch.lengths.argmax())
             raise ValueError(

@@ -8,6 +8,9 @@ A key at position j is visible to a query at position p of the same document iff
 Where a document has another number of keys than of queries, its last query stands at its last key, as in flash-attn:
 query i of n at position p = i + number of keys - n. A query that sees no key gives out 0 and lse -inf.
 
+In a prefix tree a key is visible to a query iff its node is an ancestor of the query's node, or it is in the same node
+and not later. This follows from the parents of nodes alone, not from ranges of rows.
+
 A logit is scale * q.k or, with a softcap, cap * tanh(scale * q.k / cap). A sink is one more logit of every row of a
 head, without a value: it takes part in the sum, and so in lse, where the row sees a key.
 
@@ -71,6 +74,7 @@ def attention(
     fused: bool = False,
     softcap: float = 0.0,
     sinks: Array | None = None,
+    visible: Array | None = None,
 ) -> Result:
     """Compute attention of one document with itself or with other keys, and its gradients if dout is given.
 
@@ -89,6 +93,7 @@ def attention(
             Scores, P, dP and dS stay in float32. dS needs rowsum(dout * out), and that out is the rounded one.
         softcap: the cap of logits, > 0; 0: none.
         sinks: (num_heads,), a logit for every head that has no value; None: none.
+        visible: (length, keys) bool, the pairs that count, instead of those of causal and window.
 
     Returns:
         `Result`, float64 (for a baseline: the rounded values).
@@ -102,7 +107,7 @@ def attention(
     arithmetic = _Arithmetic.of(rounding, fused)
     qh, kh, vh = (_by_head(arithmetic.stored(x), heads) for x in (q, k, v))
     doh = None if dout is None else _by_head(arithmetic.stored(dout), heads)
-    blocks = _row_blocks(len(q), len(k), heads, causal, window)
+    blocks = _row_blocks(len(q), len(k), heads, causal, window, visible)
     lse, max_logit, dsinks, *made = _by_blocks((qh, kh, vh, doh, sinks), blocks, scale, softcap, arithmetic)
     out, dq, dk, dv = (
         arithmetic.stored(_by_row(x, num)).astype(np.float64)
@@ -132,7 +137,7 @@ def packed_attention(
     """Compute `attention` of every document of a packed batch, in sequence order.
 
     Args:
-        batch: lengths and row offsets; lengths on the host.
+        batch: lengths and row offsets, and nodes of trees, whose mask replaces causal and window; on the host.
         q, k, v, dout: (total_rows, heads, width), otherwise as in `attention`; padding rows are never read.
         causal, window, softmax_scale, rounding, fused, softcap, sinks: as in `attention`.
         key_batch: lengths and row offsets of k and v, as many documents; None: those of the queries.
@@ -155,11 +160,13 @@ def packed_attention(
     lse = np.full((num_heads, len(q)), -np.inf)
     max_logit = np.full(num_heads, -np.inf)
     dq, dk, dv, dsinks = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), np.zeros(num_heads)
-    for rows, keys in zip(_documents(batch), _documents(key_batch), strict=True):
+    documents = _documents(batch)
+    masks = [None] * len(documents) if batch.parents is None else _tree_masks(batch)
+    for rows, keys, visible in zip(documents, _documents(key_batch), masks, strict=True):
         document = attention(
             q[rows], k[keys], v[keys], None if dout is None else dout[rows],
             causal=causal, window=window, softmax_scale=softmax_scale, rounding=rounding, fused=fused, softcap=softcap,
-            sinks=sinks,
+            sinks=sinks, visible=visible,
         )  # fmt: skip
         out[rows], lse[:, rows] = document.out, document.lse
         max_logit = np.maximum(max_logit, document.max_logit)
@@ -367,11 +374,34 @@ def _documents(batch: PackedBatch) -> list[slice]:
     return [slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
 
 
+def _tree_masks(batch: PackedBatch) -> list[Array]:
+    """Return which key each query of every tree sees, (length, length) bool, from the parents of nodes alone."""
+    parents = np.asarray(batch.parents).tolist()
+    trees: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        if parent < 0:
+            trees.append([])
+        trees[-1].append(node)
+    lengths, masks = np.diff(np.asarray(batch.nodes)), []
+    for nodes in trees:
+        sees = np.zeros((len(nodes), len(nodes)), bool)
+        for node in nodes:
+            above = parents[node]
+            while above >= 0:
+                sees[node - nodes[0], above - nodes[0]] = True
+                above = parents[above]
+        node_of = np.repeat(np.arange(len(nodes)), lengths[nodes])
+        earlier = np.tri(len(node_of), dtype=bool) & (node_of[:, None] == node_of)
+        masks.append(sees[node_of[:, None], node_of] | earlier)
+    return masks
+
+
 def _row_blocks(
-    length: int, num_keys: int, num_heads: int, causal: bool, window: tuple[int, int]
+    length: int, num_keys: int, num_heads: int, causal: bool, window: tuple[int, int], pairs: Array | None
 ) -> Iterator[tuple[slice, slice, Array]]:
     """Yield blocks of query rows, the keys in reach of any of them, and which pairs are visible; none if no pair is."""
-    left, right = window
+    left, right = (-1, -1) if pairs is not None else window
+    causal = causal and pairs is None
     step = max(1, min(MAX_BLOCK_ROWS, MAX_BLOCK_SCORES // (num_heads * max(1, num_keys))))
     for first in range(0, length, step):
         p = np.arange(first, min(first + step, length))[:, None] + num_keys - length
@@ -382,6 +412,7 @@ def _row_blocks(
             continue
         j = np.arange(begin, end)
         visible = ((left < 0) | (j >= p - left)) & ((j <= p) if causal else ((right < 0) | (j <= p + right)))
+        visible = visible if pairs is None else pairs[first : first + len(p)]
         yield slice(first, first + len(p)), slice(begin, end), visible
 
 

@@ -26,6 +26,7 @@ from thdattn.arguments import (
     is_array,
     shown,
 )
+from thdattn.trees import Trees
 
 T = TypeVar("T")
 
@@ -54,6 +55,7 @@ class PackedBatch:
         cu_seqlens_padded: (num_seqs + 1,) int32, read-only on the host.
         total_rows: rows of the packed buffer.
         on_device: True if the offsets are on a GPU.
+        trees: the Trees of a batch that from_trees has made; None: its sequences are no trees.
 
     Raises:
         TypeError: offsets that are not int32 or no array, or a total_rows that is no int.
@@ -71,6 +73,7 @@ class PackedBatch:
         *,
         total_rows: int | None = None,
     ) -> None:
+        self.trees: Trees | None = None
         self.on_device: bool = lies_on_device("cu_seqlens", cu_seqlens)
         beside = None if cu_seqlens_padded is None else lies_on_device("cu_seqlens_padded", cu_seqlens_padded)
         if beside not in (None, self.on_device):
@@ -103,19 +106,7 @@ class PackedBatch:
             ValueError: lengths not 1-D, a negative length, multiple < 1 or >= 2**31, or 2**31 rows or more.
         """
         multiple = as_count("multiple", multiple, "pass 1 for no padding")
-        valid = as_host_ints("lengths", lengths)
-        if valid.ndim != 1:
-            raise ValueError(
-                f"lengths has shape {valid.shape}, wanted (num_seqs,); pass one length per sequence"
-            )
-        bad = (valid < 0) | (valid > INT32_MAX)
-        if bad.any():
-            seq = int(bad.argmax())
-            raise ValueError(
-                f"lengths[{seq}] is {valid[seq]}, wanted 0 <= length < 2**31; "
-                "pass the number of tokens of every sequence, 0 for an empty one"
-            )
-        valid = valid.astype(np.int64)
+        valid = _checked_lengths(lengths, "sequence", "num_seqs")
         padded = -(-valid // multiple) * multiple
         if padded.sum() > INT32_MAX:
             raise ValueError(
@@ -126,6 +117,58 @@ class PackedBatch:
         np.cumsum(valid, out=cu_seqlens[1:])
         np.cumsum(padded, out=cu_seqlens_padded[1:])
         return cls(cu_seqlens, cu_seqlens_padded)
+
+    @classmethod
+    def from_trees(cls, lengths: ArrayLike, parents: ArrayLike, multiple: int = 1) -> PackedBatch:
+        """Make a batch of prefix trees, whose shared prefixes are stored and computed once.
+
+        A token sees the earlier tokens of its node and all tokens of the node's ancestors. Each tree is a sequence
+        of the batch; a plain document is a tree of one node. pack and unpack take and return one array per node.
+
+        Args:
+            lengths: (num_nodes,) integers >= 0, tokens of every node. Nodes are depth first: a node, then the whole
+                subtree of each of its children; one tree after the other.
+            parents: (num_nodes,) integers, index of every node's parent; -1 for the root of a tree.
+            multiple: >= 1; every tree is padded to a multiple of it (2*cp_size for dual_chunk).
+
+        Returns:
+            A batch on the host, whose cu_seqlens are those of trees.
+
+        Raises:
+            TypeError: lengths or parents that are not integers, or a multiple that is no int.
+            ValueError: as from_lengths; also a wrong number of parents, and nodes that are not depth first.
+        """
+        trees = Trees.of(_checked_lengths(lengths, "node", "num_nodes"), parents)
+        batch = cls.from_lengths(trees.tree_lengths(), multiple)
+        batch.trees = trees
+        return batch
+
+    @property
+    def nodes(self) -> NDArray[np.int32] | None:
+        """(num_nodes + 1,) int32, offsets of the tokens of nodes, as cu_seqlens are of trees; None without trees."""
+        return None if self.trees is None else self.trees.nodes
+
+    @property
+    def parents(self) -> NDArray[np.int32] | None:
+        """(num_nodes,) int32, index of every node's parent, -1 for the root of a tree; None without trees."""
+        return None if self.trees is None else self.trees.parents
+
+    def paths(self) -> list[NDArray[np.int32]]:
+        """Return the sequences that the trees stand for: for every leaf, the rows of its ancestors and its own.
+
+        Returns:
+            One (path length,) int32 array of rows in sequence order per leaf; without trees one per sequence.
+
+        Raises:
+            ValueError: offsets on a GPU.
+        """
+        self.require_host("paths")
+        begins, lengths = self._pieces()
+        pieces = [np.arange(begin, begin + length, dtype=np.int32)
+                  for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True)]
+        if self.trees is None:
+            return pieces
+        return [np.concatenate([pieces[node] for node in path]) for path in self.trees.paths()]
 
     @property
     def num_seqs(self) -> int:
@@ -155,7 +198,8 @@ class PackedBatch:
         """Return the fields, by name, that ranks compare; for offsets on a GPU the sizes alone."""
         fields = {"total_rows": self.total_rows, "num_seqs": self.num_seqs}
         offsets = {} if self.on_device else {"cu_seqlens": self.cu_seqlens, "cu_seqlens_padded": self.cu_seqlens_padded}
-        return {**fields, **offsets}
+        trees = {} if self.trees is None else {"nodes": self.nodes, "parents": self.parents}
+        return {**fields, **offsets, **trees}
 
     def offsets(self, num_offsets: int) -> NDArray[np.int32]:
         """Return (2, num_offsets), cu_seqlens and cu_seqlens_padded with empty sequences at the end."""
@@ -164,10 +208,11 @@ class PackedBatch:
         return np.stack([np.pad(x, missing, mode="edge") for x in (self.cu_seqlens, self.cu_seqlens_padded)])
 
     def pack(self, arrays: Iterable[ArrayLike], fill: Any = 0) -> NDArray[Any]:
-        """Pack one host array per sequence into one array in sequence order.
+        """Pack one host array per sequence, or per node of trees, into one array in sequence order.
 
         Args:
-            arrays: num_seqs arrays (lengths[b], ...), all of one trailing shape and one dtype.
+            arrays: num_seqs arrays (lengths[b], ...), all of one trailing shape and one dtype; for trees one array per
+                node.
             fill: value of the rows without a valid token; the arrays' dtype must hold it.
 
         Returns:
@@ -179,25 +224,28 @@ class PackedBatch:
                 the trailing shape is unknown; a fill that the dtype cannot hold; or offsets on a GPU.
         """
         self.require_host("pack")
+        begins, lengths = self._pieces()
         remedy = "pass one array per sequence, as long as batch.lengths"
-        pieces = check_arrays("arrays", arrays, self.lengths, remedy)
+        if self.trees is not None:
+            remedy = "pass one array per node, as long as its difference of batch.nodes"
+        pieces = check_arrays("arrays", arrays, lengths, remedy)
         if not pieces:
             raise ValueError(
                 "arrays is empty, as the batch has no sequences: wanted at least one array to take the "
                 "trailing shape and dtype from; make the buffer with np.full((batch.total_rows, ...), fill)"
             )
         rows = np.full((self.total_rows, *pieces[0].shape[1:]), _checked_fill(fill, pieces[0].dtype))
-        rows[rows_of_runs(self.cu_seqlens_padded[:-1], self.lengths)] = np.concatenate(pieces)
+        rows[rows_of_runs(begins, lengths)] = np.concatenate(pieces)
         return rows
 
     def unpack(self, rows: ArrayLike) -> list[NDArray[Any]]:
-        """Return the valid rows of every sequence of a host array in sequence order.
+        """Return the valid rows of every sequence, or of every node of trees, of a host array in sequence order.
 
         Args:
             rows: (total_rows, ...), any dtype.
 
         Returns:
-            num_seqs arrays (lengths[b], ...): views of rows, not copies.
+            num_seqs arrays (lengths[b], ...), for trees one per node: views of rows, not copies.
 
         Raises:
             TypeError: rows is no array on the host.
@@ -206,8 +254,8 @@ class PackedBatch:
         self.require_host("unpack")
         remedy = "pass an array of batch.total_rows rows, as pack makes it"
         packed = check_rows("rows", rows, self.total_rows, remedy)
-        begins = self.cu_seqlens_padded[:-1]
-        ends = begins + self.lengths
+        begins, lengths = self._pieces()
+        ends = begins + lengths
         return [packed[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -215,10 +263,13 @@ class PackedBatch:
         self.__dict__.update(state)
         for offsets in () if self.on_device else (self.cu_seqlens, self.cu_seqlens_padded):
             offsets.setflags(write=False)
+        if self.trees is not None:
+            self.trees.frozen()
 
     def __repr__(self) -> str:
         tokens = "lengths on a GPU" if self.on_device else f"total_tokens={self.total_tokens}"
-        return f"<PackedBatch num_seqs={self.num_seqs}, {tokens}, total_rows={self.total_rows}>"
+        nodes = "" if self.trees is None else f"num_nodes={self.trees.num_nodes}, "
+        return f"<PackedBatch num_seqs={self.num_seqs}, {nodes}{tokens}, total_rows={self.total_rows}>"
 
     def require_host(self, what: str) -> None:
         """Raise a ValueError if the offsets are on a GPU; its message says that `what` needs them on the host."""
@@ -227,6 +278,13 @@ class PackedBatch:
                 f"{what} needs the offsets on the host, but cu_seqlens lies on a GPU and reading it would "
                 "make the host wait; build the PackedBatch from NumPy offsets (cu_seqlens.get())"
             )
+
+    def _pieces(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the first rows and the lengths of all sequences, or of all nodes of trees."""
+        if self.trees is None:
+            return self.cu_seqlens_padded[:-1], self.lengths
+        padding: NDArray[np.int32] = (self.cu_seqlens_padded - self.cu_seqlens)[self.trees.tree]
+        return self.trees.nodes[:-1] + padding, self.trees.lengths
 
     def _check_padding(self) -> None:
         if tuple(self.cu_seqlens_padded.shape) != tuple(self.cu_seqlens.shape):
@@ -379,6 +437,21 @@ def check_arrays(
                 f"convert it with .astype('{checked[0].dtype}')"
             )
     return checked
+
+
+def _checked_lengths(lengths: ArrayLike, of: str, number: str) -> NDArray[np.int64]:
+    """Return lengths of sequences or nodes as int64; raise a TypeError or ValueError if they are none."""
+    valid = as_host_ints("lengths", lengths)
+    if valid.ndim != 1:
+        raise ValueError(f"lengths has shape {valid.shape}, wanted ({number},); pass one length per {of}")
+    bad = (valid < 0) | (valid > INT32_MAX)
+    if bad.any():
+        index = int(bad.argmax())
+        raise ValueError(
+            f"lengths[{index}] is {valid[index]}, wanted 0 <= length < 2**31; "
+            f"pass the number of tokens of every {of}, 0 for an empty one"
+        )
+    return valid.astype(np.int64)
 
 
 def _checked_fill(fill: Any, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -40,7 +40,8 @@ def batch_of(sequences, slack=SLACK):
     lengths, padded = np.array(sequences, np.int32).reshape(-1, 2).T
     cu_seqlens_padded = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
     return SimpleNamespace(
-        lengths=lengths, cu_seqlens_padded=cu_seqlens_padded, total_rows=int(cu_seqlens_padded[-1]) + slack
+        lengths=lengths, cu_seqlens_padded=cu_seqlens_padded, total_rows=int(cu_seqlens_padded[-1]) + slack,
+        parents=None,
     )
 
 
@@ -74,6 +75,7 @@ def brute_force_plan(batch, causal=True, window=(-1, -1), rows=None):
         local_rows=len(rows),
         key_rows=batch.total_rows,
         visible_pairs=int(visible.sum()),
+        has_trees=False,
     )
 
 
@@ -341,7 +343,7 @@ def test_many_empty_rows_and_many_documents_take_no_loop_over_rows():
     ranges = np.concatenate([np.zeros((100_000, 2)), np.stack([begin, begin + length], axis=1)]).astype(
         np.int32
     )
-    plan = SimpleNamespace(key_ranges=ranges, key_rows=num_documents * length)
+    plan = SimpleNamespace(key_ranges=ranges, key_rows=num_documents * length, has_trees=False)
     _, blocks = host_blocks.row_blocks(ranges, 1)
     assert len(blocks) == num_documents
     q, k, v, dout = random_inputs(len(ranges), 1, 1, 4, 4, np.float32)

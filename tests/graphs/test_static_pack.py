@@ -222,3 +222,15 @@ def test_what_is_of_the_wrong_kind_is_named(comm):
     ):
         with pytest.raises(TypeError, match=message):
             call()
+
+
+def test_trees_do_not_fit_captured_plans(comm):
+    graphs = Graphs(comm, CudaGraphConfig(impl="local"))
+    pack, trees = StaticPack(graphs, [attention(comm)], ROWS), PackedBatch.from_trees([5, 2, 3], [-1, 0, 0])
+    assert pack.fits([trees])
+    pack.load([trees])
+    assert pack.plans()[0].batch.parents.tolist() == [-1, 0, 0]
+    pack._graphs = SimpleNamespace(active=True, config=graphs.config, num_overflows=0)
+    assert not pack.fits([trees]) and pack.fits([PackedBatch.from_lengths([10])])
+    with pytest.raises(ValueError, match="batch 0 has trees, wanted sequences, as captured plans"):
+        pack.load([trees])

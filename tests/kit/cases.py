@@ -144,6 +144,8 @@ CASES = {case.name: case for case in (*SMALL, *CROSS, *BIG, LONG)}
 def truth(case: Case, dtype: np.dtype, seed: int = 0) -> oracle.Truth:
     """The float64 oracle over the valid tokens, and the baselines."""
     batch = thdattn.PackedBatch(offsets(case.lengths))
+    if case.parents is not None:
+        batch = thdattn.PackedBatch.from_trees(case.lengths, case.parents)
     how = {} if case.keys is None else {"key_batch": thdattn.PackedBatch(offsets(case.keys))}
     how |= {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     return oracle.truth(batch, *random_inputs(case, dtype, seed), sinks=random_sinks(case, dtype, seed), **how)

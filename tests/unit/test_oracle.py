@@ -36,6 +36,7 @@ def batch_of(lengths, padded_lengths, slack=0):
         lengths=np.array(lengths, np.int32),
         cu_seqlens_padded=cu_seqlens_padded,
         total_rows=int(cu_seqlens_padded[-1]) + slack,
+        parents=None,
     )
 
 

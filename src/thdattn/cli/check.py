@@ -31,6 +31,7 @@ class Case:
     heads: (num_heads, num_kv_heads); dims: (head_dim, v_head_dim).
     cp_sizes: the numbers of simulated ranks to run it on.
     keys: lengths of every sequence's keys, padded and with slack as the queries; None: the same sequences.
+    parents: parents of the nodes of trees, whose lengths are `lengths`; None: they are those of sequences.
     cp_comm_type: the context-parallel method.
     softcap: bound of the logits; 0: none.
     sinks: True if every head has a sink.
@@ -51,15 +52,18 @@ class Case:
     cp_comm_type: str = "all_gather"
     softcap: float = 0.0
     sinks: bool = False
+    parents: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return self.name
 
     def batch(self, cp_size: int) -> thdattn.PackedBatch:
         """Return the case's batch for cp_size ranks."""
-        padded = self.padded
+        padded, multiple = self.padded, 2 * cp_size if self.sharding == "dual_chunk" else 3
+        if self.parents is not None:
+            trees = thdattn.PackedBatch.from_trees(self.lengths, self.parents, multiple)
+            return trees.padded_to(trees.total_rows + self.slack)
         if padded is None:
-            multiple = 2 * cp_size if self.sharding == "dual_chunk" else 3
             padded = tuple(-(-length // multiple) * multiple for length in self.lengths)
         cu_seqlens, cu_seqlens_padded = offsets(self.lengths), offsets(padded)
         return thdattn.PackedBatch(cu_seqlens, cu_seqlens_padded, total_rows=int(cu_seqlens_padded[-1]) + self.slack)

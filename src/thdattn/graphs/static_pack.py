@@ -110,6 +110,8 @@ class StaticPack:
     def _excess(self, batches: Sequence[PackedBatch]) -> str:
         """Describe by how much the first batch that does not fit exceeds the capacity; return "" if all fit."""
         for number, batch in enumerate(batches):
+            if batch.trees is not None and self._graphs.active:
+                return f"batch {number} has trees, wanted sequences, as captured plans have no room for nodes"
             for what, found, room in (("sequences", batch.num_seqs, self.max_seqs),
                                       ("rows", batch.total_rows, self.num_rows)):  # fmt: skip
                 if found > room:

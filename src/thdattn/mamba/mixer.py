@@ -150,13 +150,13 @@ class Mamba2Mixer:
 
         Raises:
             TypeError: batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
-            ValueError: another sharding, a Sharding of another batch or size, or lengths on a GPU for the NumPy engine.
-                On every rank of several: a batch that differs between ranks, or wrong lengths of the last plan that the
-                GPU of one rank has reported meanwhile.
+            ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine, or
+                prefix trees. On every rank of several: a batch that differs between ranks, or wrong lengths of the last
+                plan that the GPU of one rank has reported meanwhile.
         """
         plan = self._outline(batch, sharding, like, finite_padding)
-        refusal, self._lengths = found_wrong(self._lengths), None
-        if self.comm.size > 1:
+        refusal, self._lengths = _refused_trees(plan) or found_wrong(self._lengths), None
+        if self.comm.size > 1 or plan.batch.trees is not None:
             self.comm.agree("the plan", self._description(plan), refusal, _SAME_PLAN)
         plan = with_arrays(plan)
         self._lengths = plan.arrays.lengths
@@ -291,6 +291,8 @@ class Mamba2Mixer:
         if plan.key_batch is not plan.batch:
             raise ValueError("plan has keys of their own, wanted those of the queries; make it with this mixer's "
                              "plan(batch)")
+        if refusal := _refused_trees(plan):
+            raise ValueError(refusal)
         _check_sharding(plan.sharding)
         raise_if_told(plan)
         plan.enter()
@@ -328,6 +330,14 @@ def _as_norm(
             f"together; pass 1, or num_groups = {num_groups} as the checkpoints of other libraries have"
         )
     return GatedNorm(place, groups, as_norm_eps(eps))
+
+
+def _refused_trees(plan: Plan) -> str:
+    """Return why the mixer cannot have the prefix trees of a batch, and the remedy; "" if it has none."""
+    if plan.batch.trees is None:
+        return ""
+    return ("batch has trees, wanted sequences for a mixer, whose states do not fork; pass a batch of the paths "
+            "(PackedBatch.paths), made with PackedBatch.from_lengths")
 
 
 def _check_sharding(sharding: Sharding) -> None:

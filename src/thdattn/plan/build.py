@@ -11,6 +11,8 @@ from thdattn.plan.buffers import Buffers, Kept
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding
 
+CAUSAL = (-1, 0)
+
 
 def with_core(plan: Plan, inner: int) -> Plan:
     """Return the outline of a plan whose heads `inner` ranks exchange: it has a core, the outline of a group's rows."""
@@ -44,6 +46,23 @@ def check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) ->
             f"batch has its lengths on {here} but key_batch on {there}; wanted both on one side; "
             f"copy those of key_batch to {here}"
         )
+
+
+def refused_trees(plan: Plan) -> str:
+    """Return why a plan's attention cannot have the prefix trees of its batch, and the remedy; "" if it can."""
+    if plan.batch.trees is None and plan.key_batch.trees is None:
+        return ""
+    if plan.key_batch is not plan.batch:
+        return ("key_batch was passed and one of the batches has trees, wanted PackedBatch.from_trees for "
+                "self-attention alone; make both batches with PackedBatch.from_lengths")
+    if plan.window != CAUSAL:
+        return (f"window is {plan.window} and batch has trees, wanted a causal attention without a window, as a window "
+                f"is a distance along a path; make CPAttention(causal=True, window=(-1, -1)), or a batch of the paths "
+                f"(PackedBatch.paths)")
+    if plan.engine_name != "reference":
+        return (f"batch has trees and engine is {plan.engine_name!r}, wanted 'reference', as the kernels have no trees "
+                f"yet; use that, or a batch of the paths (PackedBatch.paths)")
+    return ""
 
 
 def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.balance import Ints, balanced_runs, once, within_rank
-from thdattn.packing import PackedBatch
+from thdattn.packing import PackedBatch, rows_of_runs
 from thdattn.plan.mask import in_sight, transposed
+from thdattn.trees import Trees
 
 
 class Pieces(NamedTuple):
@@ -263,10 +264,7 @@ def foreign_tiles(
     run = np.searchsorted(first, key_row, side="right") - 1
     row = begin[run] + key_row - first[run]  # row of the pack
 
-    # The transposed window gives the queries that see these keys.
-    sequence = np.searchsorted(batch.cu_seqlens_padded[1:], row, side="right")
-    _, low, high = _runs_in_sight(
-        batch, np.zeros_like(row), row, row + sizes, sequence, transposed(window))
+    low, high = _queries_of_runs(batch, row, row + sizes, window)
     mine = owned.rank == cp_rank
     begin, ends, local = owned.begin[mine], owned.end[mine], owned.local_rows()[mine]
 
@@ -276,6 +274,20 @@ def foreign_tiles(
 
     return (_tiles_with(local_rows_before(low), local_rows_before(high), local_rows, tiles[0]),
             _tiles_with(key_row, key_row + sizes, int(needed.sizes[cp_rank]), tiles[1]))
+
+
+def _queries_of_runs(batch: PackedBatch, begin: Ints, end: Ints, window: tuple[int, int]) -> tuple[Ints, Ints]:
+    """Return (begin, end) of the rows of the pack that see keys of runs: what the transposed window shows of them."""
+    if batch.trees is not None:
+        first, last, stop = _rows_of_nodes(batch, batch.trees)
+        begins = np.searchsorted(last, begin, side="right")
+        counts = np.searchsorted(first, end, side="left") - begins
+        run, node = np.repeat(np.arange(len(begin)), counts), rows_of_runs(begins, counts)
+        low = np.maximum(begin[run], first[node])
+        some = low < last[node]
+        return low[some], stop[node][some]
+    sequence = np.searchsorted(batch.cu_seqlens_padded[1:], begin, side="right")
+    return _runs_in_sight(batch, np.zeros_like(begin), begin, end, sequence, transposed(window))[1:]
 
 
 def _tiles_with(begin: Ints, end: Ints, num_rows: int, tile: int) -> NDArray[np.bool_]:
@@ -294,9 +306,38 @@ def _runs_in_sight(
 
     mask.py says why the queries of a run see one run of rows, whose ends ascend over a rank's runs.
     """
+    if batch.trees is not None:
+        rank, low, high = _nodes_in_sight(batch, batch.trees, rank, begin, end)
+        return _merged(rank, low, high)
     first, length = batch.cu_seqlens_padded[sequence].astype(np.int64), batch.lengths[sequence].astype(np.int64)
     low = first + in_sight(begin - first, length, length, window)[0]
     high = first + in_sight(end - 1 - first, length, length, window)[1]
+    return _merged(rank, low, high)
+
+
+def _nodes_in_sight(batch: PackedBatch, trees: Trees, rank: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return (rank, begin, end) of the rows of every node that queries of runs see, by rank and row.
+
+    A rank sees a node up to the last of its own rows in the node's subtree: whole, if that row is in a descendant.
+    """
+    first, last, stop = _rows_of_nodes(batch, trees)
+    ranks = np.arange(rank.max(initial=-1) + 1)
+    apart = batch.total_rows + 1  # puts ranks one after another
+    run = np.searchsorted(begin + rank * apart, stop + ranks[:, None] * apart, side="left") - 1
+    seen = np.where((run >= 0) & (rank[run] == ranks[:, None]), end[run], 0) if len(rank) else run
+    high = np.minimum(np.minimum(seen, stop), last)
+    owner, node = np.nonzero(high > first)
+    return owner, first[node], high[owner, node]
+
+
+def _rows_of_nodes(batch: PackedBatch, trees: Trees) -> tuple[Ints, Ints, Ints]:
+    """Return the first row of every node, the row behind its last one, and the row behind its subtree."""
+    padding = (batch.cu_seqlens_padded - batch.cu_seqlens).astype(np.int64)[trees.tree]
+    return trees.nodes[:-1] + padding, trees.nodes[1:] + padding, trees.ends + padding
+
+
+def _merged(rank: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+    """Merge adjacent runs of a rank, which ascend."""
     new = np.ones(len(rank), bool)
     new[1:] = (rank[1:] != rank[:-1]) | (low[1:] > high[:-1])
     return rank[new], low[new], high[np.append(new[1:], True)[: len(rank)]]

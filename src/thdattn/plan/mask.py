@@ -12,6 +12,15 @@ every mask the following, which tests/unit/test_mask.py checks:
 * In self-attention a token sees itself. So the rows of a run together see one range too.
 * In cross-attention tokens that see nothing come first in their sequence.
 * The transposed mask says of a key which queries see it.
+
+Prefix trees add one condition. Key k is seen by query q if and only if
+
+    key_begin[q] <= k < key_end[q]  and  q < query_end[k].
+
+The first half is that of a causal mask over the whole tree, whose tokens are written depth first. query_end[k] is the
+end of the subtree of k's node, so that the second half hides nodes that are no ancestors of q's node. Elsewhere the
+first half implies the second. `ends_in_sight` is this rule: it lets a token's sequence end with the token's subtree.
+Ends of ranges then do not ascend along a tree, and windows, which are distances along a path, are no ranges.
 """
 
 from __future__ import annotations
@@ -45,6 +54,38 @@ def in_sight(position: Ints, length: Ints, other_length: Ints, mask: Mask) -> tu
     return first, last
 
 
+def ends_in_sight(batch: PackedBatch, sequence: Ints, position: Ints) -> Ints:
+    """Return the end of each token's sequence, as in_sight takes its length: in trees, the end of its subtree.
+
+    Args:
+        batch: lengths on the host; not without sequences.
+        sequence: number of each token's sequence.
+        position: place of each token in its sequence; places behind the last token get the sequence's length.
+    """
+    ends: Ints = batch.lengths[sequence]
+    if batch.trees is None:
+        return ends
+    first, inside = batch.cu_seqlens[sequence], position < ends
+    node = batch.trees.node_of((first + position)[inside])
+    ends[inside] = batch.trees.ends[node] - first[inside]
+    return ends
+
+
+def positions_in_paths(batch: PackedBatch, sequence: Ints, position: Ints) -> Ints:
+    """Return the position of each token on its path from the root of its tree; without trees, in its sequence.
+
+    Positions count on over padding. Arguments are those of ends_in_sight.
+    """
+    trees = batch.trees
+    if trees is None or not trees.nodes[-1]:
+        return position
+    lengths = batch.lengths[sequence]
+    last = np.minimum(position, np.maximum(lengths, 1) - 1)
+    node = np.minimum(trees.node_of(batch.cu_seqlens[sequence] + last), trees.num_nodes - 1)
+    skipped = batch.cu_seqlens[sequence] + trees.depths[node] - trees.nodes[node]  # tokens of other paths, negative
+    return np.where(lengths > 0, position + skipped, position)
+
+
 def transposed(mask: Mask) -> Mask:
     """Return the mask as keys see it: in_sight then finds the queries that see a key."""
     return mask[::-1]
@@ -69,6 +110,9 @@ def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, mask: Mask) -> int
     """
     for lengths in (batch, key_batch):
         lengths.require_host("counting visible pairs")
+    if batch.trees is not None:
+        tokens = batch.trees.lengths.astype(np.int64)
+        return int((tokens * batch.trees.depths + _triangle(tokens)).sum())
     queries, keys = (x.lengths.astype(np.int64) for x in (batch, key_batch))
     pairs = queries * keys
     for side, base, height in zip(mask, (keys, queries), (queries, keys), strict=True):

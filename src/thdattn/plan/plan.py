@@ -37,11 +37,12 @@ class PlanArrays:
 
     Attributes:
         rows: (local_rows,), sequence-order row of every local row; -1 for a filler.
-        positions: (local_rows,), position of every local row in its sequence.
+        positions: (local_rows,), position of every local row in its sequence, in trees on its path from the root.
         valid: (local_rows,) bool, True where a local row holds a token.
         key_ranges: (local_rows, 2), [begin, end) rows of the key buffer, in sequence order, that a query row sees;
             (0, 0) for none and for padding. All are (-1, -1) where lengths on a GPU are wrong: out and lse become NaN.
         query_ranges: (key_rows, 2), the transpose: [begin, end) local query rows that see a key row; (0, 0) for none.
+            In prefix trees a pair counts only if both ranges have it; see mask.py.
         rank_order: row in the key buffer of every key row that this rank receives or owns; -1 for none.
             Gathered keys: (cp_size * local_key_rows,), rank after rank. Needed rows: (num_received + local_rows,),
             received rows, rank after rank, then own rows. None: the key buffer has the rows of one rank (keys_of).
@@ -154,6 +155,11 @@ class Plan:
     def key_batch(self) -> PackedBatch:
         """The batch of the keys: `batch` itself, except in cross-attention."""
         return self._key_batch or self.batch
+
+    @property
+    def has_trees(self) -> bool:
+        """True if sequences are prefix trees: a pair then counts only if key_ranges and query_ranges both have it."""
+        return self.batch.trees is not None
 
     @property
     def cp_size(self) -> int:
@@ -275,7 +281,10 @@ class Plan:
 
     @property
     def positions(self) -> Any:
-        """(local_rows,) int32, position of every local row in its sequence (counting on over padding), for RoPE."""
+        """(local_rows,) int32, position of every local row in its sequence, for RoPE.
+
+        Positions count on over padding. In prefix trees they count tokens of the path from the root.
+        """
         return self.arrays.positions
 
     @property
@@ -446,7 +455,7 @@ class Plan:
         Args:
             x: (local_rows, ...) in the order of plan.rows, an array as forward takes it, of any dtype; the same shape
                 and dtype on every rank. Values of padding and fillers, NaN included, never reach the result.
-            n: number of tokens later; negative: earlier.
+            n: number of tokens later; negative: earlier. In prefix trees only earlier ones, on the path from the root.
             fill: value of rows whose sequence has no such token, of padding and fillers, and of all rows where lengths
                 on a GPU are wrong; a number that the dtype of x can hold.
             comm: the ranks of the plan; None for a plan of one rank.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from thdattn.packing import PackedBatch
 from thdattn.plan.key_transfers import needed_rows
-from thdattn.plan.mask import in_sight, transposed
+from thdattn.plan.mask import ends_in_sight, in_sight, positions_in_paths, transposed
 from thdattn.plan.plan import PlanArrays
 from thdattn.sharding import Sharding
 
@@ -43,9 +43,11 @@ def host_arrays(
     queries, keys = _locate(rows, batch, keys_there), _locate(key_rows, keys_there, batch)
     key_ranges = _ranges_in(key_rows, _rows_in_sight(queries, window))
     query_ranges = _ranges_in(rows, _rows_in_sight(keys, transposed(window)))
+    if batch.trees is not None:
+        key_ranges[~_covered(query_ranges, len(rows))] = 0
     return PlanArrays(
         rows=rows,
-        positions=queries.position,
+        positions=queries.path_position,
         valid=queries.position < queries.length,
         key_ranges=key_ranges,
         query_ranges=query_ranges,
@@ -91,13 +93,22 @@ def _ranges_in(rows: NDArray[np.int32], ranges: NDArray[np.int32]) -> NDArray[np
     return found
 
 
+def _covered(ranges: NDArray[np.int32], num_rows: int) -> NDArray[np.bool_]:
+    """Return whether each of num_rows rows is in one of the ranges."""
+    begun = np.zeros((2, num_rows + 1), np.int64)
+    np.add.at(begun[0], ranges[:, 0], 1)
+    np.add.at(begun[1], ranges[:, 1], 1)
+    return np.cumsum(begun[0] - begun[1])[:-1] > 0
+
+
 @dataclass(frozen=True)
 class _Located:
     """Rows of one side, queries or keys, with their places; int32 each, 0 outside all sequences.
 
-    begin, length: first row and length of a row's sequence.
-    position: position of a row in its sequence.
+    begin, length: first row and length of a row's sequence, which in trees ends with the row's subtree.
+    position: place of a row in its sequence.
     other_begin, other_length: first row and length of that sequence on the other side.
+    path_position: position of a row in its sequence, in trees from the root.
     """
 
     begin: NDArray[np.int32]
@@ -105,16 +116,21 @@ class _Located:
     position: NDArray[np.int32]
     other_begin: NDArray[np.int32]
     other_length: NDArray[np.int32]
+    path_position: NDArray[np.int32]
 
 
 def _locate(rows: NDArray[np.int32], batch: PackedBatch, other: PackedBatch) -> _Located:
     if batch.num_seqs == 0:
-        return _Located(*np.zeros((5, len(rows)), np.int32))
+        return _Located(*np.zeros((6, len(rows)), np.int32))
     starts = batch.cu_seqlens_padded
     inside = (rows >= 0) & (rows < starts[-1])
     seq = np.searchsorted(starts[1:], np.where(inside, rows, 0), side="right")
     seq = np.minimum(seq, batch.num_seqs - 1)
-    found = starts[seq], batch.lengths[seq], rows - starts[seq], other.cu_seqlens_padded[seq], other.lengths[seq]
+    place = np.where(inside, rows - starts[seq], 0)
+    length = ends_in_sight(batch, seq, place)
+    other_length = length if other is batch else other.lengths[seq]
+    found = (starts[seq], length, place, other.cu_seqlens_padded[seq], other_length,
+             positions_in_paths(batch, seq, place))
     return _Located(*(np.where(inside, x, np.int32(0)) for x in found))
 
 

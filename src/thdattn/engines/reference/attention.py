@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from thdattn.engines import NEW_ARRAYS, AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
 from thdattn.engines.reference import arrays
-from thdattn.engines.reference.blocks import attend, gradients, row_blocks
+from thdattn.engines.reference.blocks import Mask, attend, gradients, row_blocks
 from thdattn.plan.buffers import Buffer
 from thdattn.plan.memory import Layer
 from thdattn.plan.owners import partials_of_keys
@@ -67,10 +67,10 @@ def attn_fwd(
     num_kv_heads, v_head_dim = v.shape[1:]
     dtype = _compute_dtype(q.dtype)
     rows, blocks = row_blocks(plan.key_ranges, num_heads)
-    ranges = plan.key_ranges[rows]
+    mask = _mask(plan, rows)
     scaled_q = _group_heads(q[rows], num_kv_heads, dtype) * dtype.type(options.softmax_scale)
     keys, values = _heads_first(k, dtype), _heads_first(v, dtype)
-    o, row_lse, row_max = attend(scaled_q, keys, values, ranges, blocks, options.softcap)
+    o, row_lse, row_max = attend(scaled_q, keys, values, mask, blocks, options.softcap)
     shapes = ((local_rows, num_heads, v_head_dim), q.dtype), ((num_heads, local_rows), dtype)
     out, lse = outputs.arrays or [arrays.empty(*shape) for shape in shapes]
     if not outputs.accumulate:
@@ -84,6 +84,11 @@ def attn_fwd(
     if not outputs.max_logit:
         return out, lse, None
     return out, lse, row_max.max(axis=1, initial=-np.inf).reshape(num_heads).astype(np.float32)
+
+
+def _mask(plan: Plan, rows: Array) -> Mask:
+    """Return the mask of rows that see some key."""
+    return Mask(rows, plan.key_ranges[rows], plan.query_ranges[:, 1] if plan.has_trees else None)
 
 
 def _merged(o: Array, lse: Array, other_o: Array | None, other_lse: Array) -> tuple[Array, Array]:
@@ -104,7 +109,9 @@ def _in_two_parts(
     foreign = np.repeat(plan.foreign_tiles[0], plan.tiles[0])[:num_rows]
 
     def some(rows: NDArray[np.bool_]) -> Array:
-        part = replace(plan, arrays=replace(plan.arrays, key_ranges=plan.key_ranges[rows]))
+        before = np.append(0, np.cumsum(rows))  # rows of the part before each row
+        part = replace(plan, arrays=replace(
+            plan.arrays, key_ranges=plan.key_ranges[rows], query_ranges=before[plan.query_ranges]))
         out[rows], lse[:, rows], logits = attn_fwd(
             ForwardInputs(q[rows], k, v, part, sinks), options, ForwardOutputs(max_logit=True))
         assert logits is not None
@@ -141,13 +148,13 @@ def attn_bwd(
     dtype = _compute_dtype(q.dtype)
     scale = dtype.type(options.softmax_scale)
     rows, blocks = row_blocks(plan.key_ranges, num_heads)
-    ranges = plan.key_ranges[rows]
+    mask = _mask(plan, rows)
     scaled_q = _group_heads(q[rows], num_kv_heads, dtype) * scale
     do = _group_heads(dout[rows], num_kv_heads, dtype)
     delta = (do * _group_heads(out[rows], num_kv_heads, dtype)).sum(axis=-1)
     row_lse = _group_heads(lse[:, rows].T[..., None], num_kv_heads, dtype)
     keys_values = _heads_first(k, dtype), _heads_first(v, dtype)
-    grad_q, grad_k, grad_v = gradients(do, scaled_q, keys_values, (row_lse, delta), ranges, blocks, options.softcap)
+    grad_q, grad_k, grad_v = gradients(do, scaled_q, keys_values, (row_lse, delta), mask, blocks, options.softcap)
 
     dq = arrays.empty(q.shape, q.dtype) if outputs.dq is None else outputs.dq
     if not outputs.accumulate:

@@ -6,7 +6,7 @@ product then serves a group without repeating k or v. Rows are those of `row_blo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,34 @@ Array = NDArray[Any]
 
 MAX_BLOCK_ROWS = 128
 MAX_BLOCK_SCORES = 2**24  # num_heads * rows * keys of one block: 64 MiB of float32 scores
+
+
+class Mask(NamedTuple):
+    """Pairs of query rows and key rows that count.
+
+    Attributes:
+        rows: (num_rows,), query rows, which all see some key, ascending.
+        ranges: (num_rows, 2), [begin, end) of the keys that each row may see.
+        query_end: (key_rows,), the first query row that no longer sees each key; None: ranges alone decide.
+    """
+
+    rows: Array
+    ranges: Array
+    query_end: Array | None
+
+    def keys(self, block: list[int]) -> Array | slice:
+        """Return the keys that some row of a block may see, as an index of arrays of keys."""
+        row_begin, _, key_begin, key_end = block
+        if self.query_end is None:
+            return slice(key_begin, key_end)
+        return key_begin + np.flatnonzero(self.query_end[key_begin:key_end] > self.rows[row_begin])
+
+    def hidden(self, here: slice, keys: Array | slice) -> Array:
+        """Return (rows, keys) bool, True where a row does not see a key."""
+        key = np.arange(keys.start, keys.stop) if isinstance(keys, slice) else keys
+        ranges = self.ranges[here]
+        hidden: Array = (key < ranges[:, :1]) | (key >= ranges[:, 1:])
+        return hidden if self.query_end is None else hidden | (self.rows[here, None] >= self.query_end[key])
 
 
 def row_blocks(key_ranges: Array, num_heads: int) -> tuple[Array, Array]:
@@ -55,14 +83,14 @@ def _cut(starts: Array, stop: int, limits: Array) -> Array:
 
 
 def attend(
-    q: Array, keys: Array, values: Array, ranges: Array, blocks: Array, softcap: float
+    q: Array, keys: Array, values: Array, mask: Mask, blocks: Array, softcap: float
 ) -> tuple[Array, Array, Array]:
     """Compute attention of rows over their key ranges.
 
     Args:
         q: (num_kv_heads, rows, group, head_dim), scaled.
         keys, values: (num_kv_heads, key_rows, width).
-        ranges: (rows, 2), [begin, end) per row.
+        mask: the keys of each row.
         blocks: from row_blocks.
         softcap: as for attn_fwd.
 
@@ -73,9 +101,9 @@ def attend(
     o = np.empty((*q.shape[:3], values.shape[2]), q.dtype)
     row_max = np.empty(q.shape[:3], q.dtype)
     row_sum = np.empty(q.shape[:3], q.dtype)
-    for row_begin, row_end, key_begin, key_end in blocks.tolist():
-        here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
-        scores, _ = _logits(q[:, here], keys[:, seen], ranges[here] - key_begin, softcap)
+    for block in blocks.tolist():
+        here, seen = slice(*block[:2]), mask.keys(block)
+        scores, _ = _logits(q[:, here], keys[:, seen], mask.hidden(here, seen), softcap)
         row_max[:, here] = scores.max(axis=-1)
         p = np.exp(scores - row_max[:, here, :, None], out=scores)
         row_sum[:, here] = p.sum(axis=-1)
@@ -85,22 +113,22 @@ def attend(
 
 
 def gradients(
-    dout: Array, q: Array, keys_values: tuple[Array, Array], lse_delta: tuple[Array, Array], ranges: Array,
+    dout: Array, q: Array, keys_values: tuple[Array, Array], lse_delta: tuple[Array, Array], mask: Mask,
     blocks: Array, softcap: float,
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of attend with respect to the scaled q, to keys and to values.
 
     Args:
         dout: (num_kv_heads, rows, group, v_head_dim).
-        q, keys_values, ranges, blocks, softcap: as for attend.
+        q, keys_values, mask, blocks, softcap: as for attend.
         lse_delta: (num_kv_heads, rows, group, 1); (num_kv_heads, rows, group), the sum of dout * out over each row.
     """
     (keys, values), (lse, delta) = keys_values, lse_delta
     grad_q = np.empty_like(q)
     grad_k, grad_v = np.zeros_like(keys), np.zeros_like(values)
-    for row_begin, row_end, key_begin, key_end in blocks.tolist():
-        here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
-        scores, slope = _logits(q[:, here], keys[:, seen], ranges[here] - key_begin, softcap)
+    for block in blocks.tolist():
+        here, seen = slice(*block[:2]), mask.keys(block)
+        scores, slope = _logits(q[:, here], keys[:, seen], mask.hidden(here, seen), softcap)
         p = _merge_group(np.exp(scores - lse[:, here], out=scores))
         block_dout = _merge_group(dout[:, here])
         grad_v[:, seen] += p.swapaxes(1, 2) @ block_dout
@@ -114,8 +142,8 @@ def gradients(
     return grad_q, grad_k, grad_v
 
 
-def _logits(q: Array, k: Array, ranges: Array, softcap: float) -> tuple[Array, Array | None]:
-    """Return logits (num_kv_heads, rows, group, keys), -inf outside `ranges`, which count from the first key.
+def _logits(q: Array, k: Array, hidden: Array, softcap: float) -> tuple[Array, Array | None]:
+    """Return logits (num_kv_heads, rows, group, keys), -inf where `hidden`, (rows, keys).
 
     Also return the derivative of the capped logits with respect to the uncapped ones; None without a softcap: 1.
     """
@@ -123,8 +151,6 @@ def _logits(q: Array, k: Array, ranges: Array, softcap: float) -> tuple[Array, A
     if softcap:
         share = np.tanh(logits / logits.dtype.type(softcap))
         logits, slope = share * logits.dtype.type(softcap), 1 - share**2
-    key = np.arange(k.shape[1])
-    hidden = (key < ranges[:, :1]) | (key >= ranges[:, 1:])
     np.copyto(logits, -np.inf, where=hidden[:, None, :])
     return logits, slope
 

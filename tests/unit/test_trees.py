@@ -1,0 +1,266 @@
+"""Prefix trees: nodes, paths, plans and counts, against rules that are written down independently."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import token_rows
+from tree_cases import MIXED, TREES, random_case, sees, unrolled
+
+import thdattn
+from thdattn import CPAttention, PackedBatch, oracle
+from thdattn.comm import run_local
+from thdattn.plan.build import refused_trees
+from thdattn.plan.mask import visible_pairs
+from thdattn.plan.ranges import host_arrays
+
+EVERY = pytest.mark.parametrize("case", [*TREES, *map(random_case, range(12))], ids=str)
+CAUSAL = (-1, 0)
+
+
+def attention(comm, **options):
+    return CPAttention(comm, 2, 8, dtype="float64", engine="reference", **options)
+
+
+def test_trees_worked_by_hand():
+    batch = PackedBatch.from_trees([3, 2, 0, 4, 1, 5], [-1, 0, 0, 2, 2, -1], multiple=4)
+    assert batch.cu_seqlens.tolist() == [0, 10, 15]
+    assert batch.cu_seqlens_padded.tolist() == [0, 12, 20]
+    assert batch.nodes.tolist() == [0, 3, 5, 5, 9, 10, 15]
+    assert batch.parents.tolist() == [-1, 0, 0, 2, 2, -1]
+    assert [path.tolist() for path in batch.paths()] == [
+        [0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [0, 1, 2, 9], [12, 13, 14, 15, 16]]
+    plan = attention(thdattn.comm.init("single")).plan(batch)
+    valid = plan.positions[plan.valid]
+    assert valid.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 3, 0, 1, 2, 3, 4]
+    assert repr(batch) == "<PackedBatch num_seqs=2, num_nodes=6, total_tokens=15, total_rows=20>"
+
+
+def test_pack_and_unpack_take_one_array_per_node():
+    lengths = [3, 2, 0, 4, 1, 5]
+    batch = PackedBatch.from_trees(lengths, [-1, 0, 0, 2, 2, -1], multiple=4)
+    nodes = [np.full(length, node) for node, length in enumerate(lengths)]
+    rows = batch.pack(nodes, fill=-1)
+    assert rows.tolist() == [0, 0, 0, 1, 1, 3, 3, 3, 3, 4, -1, -1, 5, 5, 5, 5, 5, -1, -1, -1]
+    for node, again in zip(nodes, batch.unpack(rows), strict=True):
+        np.testing.assert_array_equal(again, node)
+    with pytest.raises(ValueError, match="arrays holds 2 arrays, wanted 6; pass one array per node"):
+        batch.pack(nodes[:2])
+
+
+@pytest.mark.parametrize(("lengths", "parents", "words"), [
+    ([1, 1], [-1, 1], r"parents\[1\] is 1, wanted an earlier node or -1 .* order nodes depth first"),
+    ([1, 1], [2, -1], r"parents\[0\] is 2, wanted an earlier node"),
+    ([1], [-2], r"parents\[0\] is -2"),
+    ([1] * 4, [-1, 0, 0, 1], r"parents\[3\] is 1, but the subtree of node 1 ends before node 2; wanted nodes depth"),
+    ([1] * 3, [-1, -1, 0], r"parents\[2\] is 0, but the subtree of node 0 ends before node 1"),
+    ([1, 2], [-1], r"parents has shape \(1,\), wanted \(2,\) as lengths"),
+    ([3, -1], [-1, 0], r"lengths\[1\] is -1, wanted 0 <= length .* of every node"),
+    ([[3]], [-1], r"lengths has shape \(1, 1\), wanted \(num_nodes,\); pass one length per node"),
+    ([2**31 - 1, 1], [-1, 0], "lengths of nodes sum to 2147483648 rows, wanted < 2.*split the batch"),
+])  # fmt: skip
+def test_wrong_trees_are_refused_by_name(lengths, parents, words):
+    with pytest.raises(ValueError, match=words):
+        PackedBatch.from_trees(lengths, parents)
+
+
+def test_parents_have_to_be_integers():
+    with pytest.raises(TypeError, match="parents holds float64 values, wanted ints"):
+        PackedBatch.from_trees([1, 2], [-1.0, 0.0])
+
+
+def test_copies_keep_trees_and_nobody_can_write_to_them():
+    batch = MIXED.batch(1)
+    for other in (batch, copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch)),
+                  batch.padded_to(999)):  # fmt: skip
+        assert other.nodes.tolist() == batch.nodes.tolist() and other.parents.tolist() == batch.parents.tolist()
+        for array in (other.nodes, other.parents):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
+
+
+def test_a_batch_without_trees_has_no_nodes_and_its_paths_are_sequences():
+    batch = PackedBatch.from_lengths([3, 0, 2], multiple=4)
+    assert batch.nodes is None and batch.parents is None
+    assert [path.tolist() for path in batch.paths()] == [[0, 1, 2], [], [4, 5]]
+
+
+@EVERY
+def test_paths_are_the_ancestors_of_leaves(case):
+    batch = case.batch(1)
+    leaves = [node for node in range(len(case.lengths)) if node not in case.parents]
+    paths = batch.paths()
+    assert len(paths) == len(leaves)
+    token = {row: i for i, row in enumerate(token_rows(batch).tolist())}
+    seen = sees(case.lengths, case.parents)
+    for path in paths:
+        tokens = [token[row] for row in path.tolist()]
+        if tokens:
+            assert tokens == np.flatnonzero(seen[tokens[-1]]).tolist()
+
+
+@EVERY
+def test_plan_ranges_say_together_what_a_token_sees(case):
+    for cp_size in (1, 3):
+        batch = case.batch(cp_size)
+        arrays = [host_arrays(thdattn.Sharding(batch, cp_size), rank, CAUSAL, (64, 64)) for rank in range(cp_size)]
+        rows = token_rows(batch)
+        seen = np.zeros((batch.total_rows + 1,) * 2, bool)
+        for plan in arrays:
+            query, key = np.arange(len(plan.rows))[:, None], np.arange(batch.total_rows)
+            (begin, end), query_end = plan.key_ranges.T[..., None], plan.query_ranges[:, 1]
+            seen[plan.rows, :-1] |= (key >= begin) & (key < end) & (query < query_end)
+        np.testing.assert_array_equal(seen[np.ix_(rows, rows)], sees(case.lengths, case.parents))
+        assert seen.sum() == sees(case.lengths, case.parents).sum(), "no padding sees or is seen"
+
+
+@EVERY
+def test_slices_of_a_ring_have_empty_ranges_exactly_where_no_key_is_seen(case):
+    batch = case.batch(3)
+    sharding = thdattn.Sharding(batch, 3)
+    full = np.zeros((batch.total_rows + 1,) * 2, bool)
+    full[np.ix_(token_rows(batch), token_rows(batch))] = sees(case.lengths, case.parents)
+    for rank in range(3):
+        for of in range(3):
+            plan = host_arrays(sharding, rank, CAUSAL, (64, 64), keys_of=of)
+            wanted = full[plan.rows][:, sharding.rows(of)]
+            np.testing.assert_array_equal(plan.key_ranges[:, 0] < plan.key_ranges[:, 1], wanted.any(axis=1))
+            np.testing.assert_array_equal(plan.query_ranges[:, 0] < plan.query_ranges[:, 1], wanted.any(axis=0))
+
+
+@EVERY
+def test_positions_count_from_the_root(case):
+    batch = case.batch(2)
+    wanted = sees(case.lengths, case.parents).sum(axis=1) - 1
+    for rank in range(2):
+        plan = host_arrays(thdattn.Sharding(batch, 2), rank, CAUSAL, (64, 64))
+        found = np.full(batch.total_rows + 1, -1)
+        found[token_rows(batch)] = wanted
+        np.testing.assert_array_equal(plan.positions[plan.valid], found[plan.rows[plan.valid]])
+
+
+@EVERY
+def test_visible_pairs_and_flops_are_counted(case):
+    batch, pairs = case.batch(1), int(sees(case.lengths, case.parents).sum())
+    assert visible_pairs(batch, batch, CAUSAL) == pairs
+    layer = attention(thdattn.comm.init("single"))
+    assert layer.flops(batch) == layer.flops(layer.plan(batch)) == (4 * 2 * 8 * pairs, 10 * 2 * 8 * pairs)
+
+
+@EVERY
+def test_oracle_of_trees_is_that_of_the_paths(case):
+    batch, rng = case.batch(1), np.random.default_rng(1)
+    paths, rows = unrolled(batch)
+    q, k, v, dout = rng.standard_normal((4, batch.total_rows, 2, 8))
+    dout_paths = rng.standard_normal((len(rows), 2, 8))
+    dout = np.zeros_like(q)
+    np.add.at(dout, rows, dout_paths)
+    tree = oracle.packed_attention(batch, q, k, v, dout)
+    path = oracle.packed_attention(paths, q[rows], k[rows], v[rows], dout_paths)
+    np.testing.assert_allclose(tree.out[rows], path.out, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(tree.lse[:, rows], path.lse, rtol=1e-12, atol=1e-13)
+    np.testing.assert_array_equal(tree.max_logit, path.max_logit)
+    for name in ("dq", "dk", "dv"):
+        summed = np.zeros_like(getattr(tree, name))
+        np.add.at(summed, rows, getattr(path, name))
+        np.testing.assert_allclose(getattr(tree, name), summed, rtol=1e-10, atol=1e-12)
+
+
+@EVERY
+@pytest.mark.parametrize("n", [0, -1, -3])
+def test_shift_follows_the_path_to_the_root(case, n):
+    def program(comm):
+        batch = case.batch(comm.size)
+        plan = attention(comm).plan(batch)
+        return plan.unshard(plan.shift(plan.rows.astype(np.int64), n, fill=-7, comm=comm), comm), batch
+
+    found, batch = run_local(2, program)[0]
+    tokens = token_rows(batch)
+    seen = sees(case.lengths, case.parents)
+    for index, row in enumerate(tokens):
+        path = tokens[seen[index]]
+        assert found[row] == (path[n - 1] if len(path) > -n else -7)
+
+
+def test_shift_to_later_tokens_is_refused_on_all_ranks():
+    def program(comm):
+        plan = attention(comm).plan(MIXED.batch(comm.size))
+        with pytest.raises(ValueError, match=r"n is 1, but batch has trees: wanted n <= 0.*pass n=-1"):
+            plan.shift(plan.rows, comm=comm)
+
+    run_local(2, program)
+
+
+@pytest.mark.parametrize("window", [(5, 0), (5, -1)])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_windows_are_refused_by_name(window, cp_size):
+    def program(comm):
+        layer = attention(comm, window=window)
+        with pytest.raises(ValueError, match=r"window is \(5, 0\) and batch has trees, wanted a causal attention"):
+            layer.plan(MIXED.batch(comm.size))
+        with pytest.raises(ValueError, match="batch has trees"):
+            layer.prepare(MIXED.batch(comm.size))
+
+    run_local(cp_size, program)
+
+
+def test_masks_that_are_not_causal_and_cross_attention_are_refused():
+    layer = attention(thdattn.comm.init("single"), causal=False)
+    with pytest.raises(ValueError, match=r"window is \(-1, -1\) and batch has trees, wanted a causal attention"):
+        layer.plan(MIXED.batch(1))
+    layer, batch = attention(thdattn.comm.init("single")), MIXED.batch(1)
+    plain = PackedBatch.from_lengths([3] * batch.num_seqs)
+    for sides in ((batch, plain), (plain, batch)):
+        with pytest.raises(ValueError, match="key_batch was passed and one of the batches has trees, wanted"):
+            layer.plan(sides[0], key_batch=sides[1])
+
+
+def test_ranks_with_other_trees_are_told_so():
+    batches = [PackedBatch.from_trees([4, 4, 4], parents) for parents in ([-1, 0, 0], [-1, 0, 1])]
+
+    def program(comm):
+        with pytest.raises(ValueError, match="parents"):
+            attention(comm).plan(batches[comm.rank], "contiguous")
+        with pytest.raises(ValueError, match=r"nodes|parents"):
+            plain = PackedBatch.from_lengths([12])
+            attention(comm).plan([plain, batches[0]][comm.rank], "contiguous")
+
+    run_local(2, program)
+
+
+def test_a_rank_whose_trees_are_refused_makes_all_raise():
+    def program(comm):
+        layer = attention(comm, window=(3, 0))
+        with pytest.raises(ValueError, match="batch has trees"):
+            layer.plan([PackedBatch.from_lengths([12]), PackedBatch.from_trees([12], [-1])][comm.rank], "contiguous")
+
+    run_local(2, program)
+
+
+def test_mixers_and_caches_refuse_trees():
+    comm, batch = thdattn.comm.init("single"), replace(MIXED, slack=0).batch(1)
+    mixer = thdattn.Mamba2Mixer(comm, 2, 4, 4, dtype="float64", engine="reference")
+    with pytest.raises(ValueError, match="batch has trees, wanted sequences for a mixer"):
+        mixer.plan(batch, "contiguous")
+    layer = attention(comm)
+    plan = layer.plan(batch, "contiguous")
+    k = np.zeros((batch.total_rows, 2, 8))
+    with pytest.raises(ValueError, match="plan is of trees, wanted one sequence per text"):
+        layer.cache(batch.num_seqs, 500).fill(k, k, plan)
+    weights = thdattn.Mamba2Weights(np.zeros((16, 4)), *(np.zeros(n) for n in (16, 2, 2, 2)))
+    with pytest.raises(ValueError, match="batch has trees, wanted sequences for a mixer"):
+        mixer.forward(np.zeros((batch.total_rows, 8 + 16 + 2)), weights, plan)
+
+
+def test_the_cuda_engine_refuses_trees_by_name():
+    comm = thdattn.comm.init("single")
+    layer = attention(comm)
+    plan = layer.plan(MIXED.batch(1))
+    on_gpu = replace(plan, engine=SimpleNamespace(name="cuda"))
+    assert "batch has trees and engine is 'cuda', wanted 'reference'" in refused_trees(on_gpu)
+    assert refused_trees(plan) == refused_trees(replace(on_gpu, sharding=layer.sharding(PackedBatch([0, 4])))) == ""
