@@ -1,10 +1,8 @@
 """Run train.py with an accident, for tests: misbehave.py ACCIDENT RANK NUMBER [options of train.py].
 
-ctrl-c: the rank gets SIGINT before step NUMBER.
 amid: it gets SIGTERM in the second micro-batch of step NUMBER.
 validating: it gets SIGTERM in the first micro-batch of validation NUMBER.
 early: it gets SIGTERM before it looks for documents.
-fail: it raises before step NUMBER.
 wait: it sleeps before any work, while the others wait for it in MPI; process ids are in files beside that of --metrics.
 
 After SIGTERM, every rank prints how many steps and micro-batches it has begun.
@@ -37,10 +35,10 @@ def listening():
     return listeners[-1]
 
 
-def signalled(me, kind):
+def signalled(me):
     if me != rank:
         return
-    os.kill(os.getpid(), kind)
+    os.kill(os.getpid(), signal.SIGTERM)
     while not listeners[0].requested:  # a thread hears of it, late on a busy machine
         time.sleep(0.001)
 
@@ -48,10 +46,6 @@ def signalled(me, kind):
 def step_with_accident(self, *args):
     counts["step"] += 1
     counts["in step"] = 0
-    if counts["step"] == number and accident == "ctrl-c":
-        signalled(self.grid.world.rank, signal.SIGINT)
-    if counts["step"] == number and accident == "fail" and self.grid.world.rank == rank:
-        raise RuntimeError("an accident, on purpose")
     return step(self, *args)
 
 
@@ -65,7 +59,7 @@ def amid(self, *args):
     counts["in step"] += 1
     result = loss_and_gradient(self, *args)
     if accident == "amid" and (counts["step"], counts["in step"]) == (number, 2):
-        signalled(world_rank, signal.SIGTERM)
+        signalled(world_rank)
     return result
 
 
@@ -73,7 +67,7 @@ def validating(self, *args):
     counts["in validation"] += 1
     result = loss(self, *args)
     if accident == "validating" and (counts["validation"], counts["in validation"]) == (number, 1):
-        signalled(world_rank, signal.SIGTERM)
+        signalled(world_rank)
     return result
 
 
@@ -85,7 +79,7 @@ def train_with_accident(comm, args, interrupt):
         if comm.rank == rank:
             time.sleep(600)
     if accident == "early":
-        signalled(comm.rank, signal.SIGTERM)
+        signalled(comm.rank)
     whole_train(comm, args, interrupt)
 
 

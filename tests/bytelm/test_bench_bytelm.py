@@ -94,17 +94,6 @@ def test_the_method_of_a_row_names_the_neighbours_of_two_levels():
     assert thdattn.comm.run_local(2, named) == [["", "a2a", "a2a+p2p of 2"]] * 2
 
 
-def test_rows_from_before_there_were_groups_are_of_all_ranks_and_make_room_for_newer_ones(tmp_path):
-    file = tmp_path / "bytelm.csv"
-    older = ROW | {"sharding": "dual_chunk"}
-    record.save(file, [older], [name for name in bench_bytelm.KEY if name not in ("cp", "cp_comm_type")])
-    grouped = older | {"cp": "1", "cp_comm_type": "", "mfu": "0.5"}
-    record.save(file, [grouped], bench_bytelm.KEY)
-    assert len(record.load(file)) == 2
-    record.save(file, [older | {"cp": "", "cp_comm_type": "", "mfu": "0.6"}], bench_bytelm.KEY)
-    assert [row["mfu"] for row in record.load(file)] == ["0.5", "0.6"]
-
-
 @pytest.mark.parametrize("size", ["tiny", "tiny-hybrid"])
 def test_medians_of_measured_steps_are_those_of_their_marks(size):
     trainer = Trainer(Grid.of(thdattn.comm.init("single")), SIZES[size], "reference", "dual_chunk", 0)

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from data import EOD, NOT_COUNTED, Document, Packing, Piece, Position
 
-import thdattn
-
 SIZES = (1, 2, 15, 16, 17, 33, 40, 100, 300)
 
 
@@ -180,23 +178,6 @@ def test_pieces_put_together_are_the_documents(folder, packing):
         assert max(piece.end - piece.begin for piece in pieces) == min(document.num_targets, packing.longest)
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
-def test_ranks_together_hold_every_row_and_count_every_target_once(folder, cp_size, sharding):
-    packing = Packing.of(100, cp_size, sharding)
-    for batch in epoch(data.find_documents(folder), packing):
-        assert batch.batch.total_rows == 100
-        shards = thdattn.Sharding(batch.batch, cp_size, sharding)
-        local = [batch.local(shards.rows(rank)) for rank in range(cp_size)]
-        tokens, targets = (np.concatenate(arrays) for arrays in zip(*local, strict=True))
-        assert (targets != NOT_COUNTED).sum() == batch.num_targets
-        for found, wanted in ((tokens, batch.tokens), (targets, batch.targets)):
-            counted = batch.targets != NOT_COUNTED
-            assert Counter(found[targets != NOT_COUNTED].tolist()) == Counter(wanted[counted].tolist())
-            assert found.dtype == np.int32
-        assert tokens.min() >= 0 and tokens.max() <= EOD
-
-
 def test_documents_stay_whole_if_they_fit_and_1_2_4_and_8_ranks_make_the_same_batches():
     for longest, wanted in (None, 96), (20, 20), (200, 96):
         assert Packing.of(100, 1, "dual_chunk", longest).longest == wanted
@@ -204,15 +185,6 @@ def test_documents_stay_whole_if_they_fit_and_1_2_4_and_8_ranks_make_the_same_ba
     assert len({Packing.of(4096, cp_size, "dual_chunk") for cp_size in (1, 2, 4, 8)}) == 1
     assert Packing.of(4096, 3, "dual_chunk").multiple == 48
     assert Packing.of(4096, 3, "contiguous").multiple == 1
-
-
-def test_packing_the_standard_library_wastes_little():
-    documents = data.find_documents()
-    packing = Packing.of(16_384, 4, "dual_chunk")
-    packed = list(data.pack(data.pieces_of(documents, packing.longest), packing))
-    targets = sum(piece.end - piece.begin for pieces in packed for piece in pieces)
-    assert targets == sum(document.num_targets for document in documents)
-    assert 1 - targets / (16_384 * len(packed)) < 0.04
 
 
 @pytest.mark.parametrize(("tokens", "cp_size", "wanted"), [(15, 1, 16), (47, 3, 48)])

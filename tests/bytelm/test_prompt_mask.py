@@ -190,22 +190,6 @@ def test_loss_and_gradient_are_those_of_answers_alone(folder, weights, ranks, cp
         np.testing.assert_allclose(found[0][1], gradient, rtol=0, atol=1e-9 * np.abs(gradient).max())
 
 
-def test_prompts_are_seen_and_not_learnt(tmp_path, weights):
-    """Other prompts as long give another loss; without the prompt's targets the loss is another, too."""
-    losses = {}
-    for prompt in ("seen", "SEEN"):
-        folder = written(tmp_path / prompt, [(prompt, "answer"), ("", "b")])
-        batches = packed(data.find_dialogues(folder)[:1], Packing(16, 4, 16))
-        grid = Grid.of(thdattn.comm.init("single"))
-        model = Model(SMALL, grid.cp, "reference", dtype="float64")
-        model.weights[...] = weights
-        model.refresh()
-        losses[prompt] = float(WAYS["none"](model, grid, Graphs(grid.world, CudaGraphConfig()), "contiguous")
-                               .gradient(batches)[0])
-        assert losses[prompt] == pytest.approx(oracle_nats(weights, [(prompt, "answer")]) / 7, rel=1e-6)
-    assert abs(losses["seen"] - losses["SEEN"]) > 1e-4
-
-
 # --- graphs and GPUs ---------------------------------------------------------------------------------------------
 
 

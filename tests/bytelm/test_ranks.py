@@ -247,6 +247,7 @@ def test_speeds_are_of_a_ranks_own_share(batches, tmp_path, monkeypatch):
         reporter.finish(1, stopped=False)
         own = sum(trainer.model.attention_flops(batch.batch) for batch in some[comm.rank // 2 :: 2])
         seconds = sum(trainer.clock.seconds(*span) for span in result.attention_spans)
+        assert 0 < seconds < trainer.clock.seconds(*result.span)
         calls = "gather", "forward", "dq", "dk, dv"
         assert len(result.attention_spans) == len(calls) * SIZES["tiny"].layers * len(some) // 2
         assert trainer.attention_tflops(result) == pytest.approx(own / 2 / seconds / 1e12)

@@ -152,18 +152,6 @@ def test_a_signal_to_one_process_ends_all_and_the_resumed_run_is_the_uninterrupt
     assert curve(metrics) == curve(whole / "run.jsonl")
 
 
-def test_ctrl_c_stops_all_before_the_same_step(documents, tmp_path):
-    run = start(2, MISBEHAVE, "ctrl-c", 1, 3, *small(documents, checkpoint=tmp_path, val_every=7))
-    assert run.returncode == 0, run.stderr
-    assert "stopped after step 2, --resume goes on" in run.stdout and checkpoint.load(tmp_path).step == 2
-
-
-def test_failure_of_one_rank_ends_all(documents):
-    run = start(2, MISBEHAVE, "fail", 1, 3, *small(documents, steps=100_000), timeout=60)
-    assert run.returncode != 0
-    assert "RuntimeError: an accident, on purpose" in run.stderr
-
-
 def test_documents_are_no_longer_read_once_a_run_ends(documents, monkeypatch):
     """The thread that prepares the next step would else hold up the end."""
     batches, prepared, stopped = runs.batches(documents, 9), [], []

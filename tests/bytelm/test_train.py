@@ -291,32 +291,6 @@ def test_files_that_cannot_be_written_fail_before_the_first_step(documents, tmp_
 # --- measuring -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cp_size", "calls"), [(1, ("forward", "dq", "dk, dv")),
-                                                (2, ("gather", "forward", "dq", "dk, dv"))])
-def test_attention_is_timed_and_its_pairs_are_counted_over_all_layers(documents, cp_size, calls):
-    def measured(comm):
-        trainer = train.Trainer(Grid.of(comm), SIZES["tiny"], "reference", "dual_chunk", 0)
-        packing = data.Packing.of(160, comm.size, "dual_chunk")
-        batch = next(data.micro_batches(data.find_documents(documents), packing, 0, data.Position(0, 0)))
-        return batch, trainer.step([batch], 1e-3), trainer
-
-    config = SIZES["tiny"]
-    for batch, result, trainer in thdattn.comm.run_local(cp_size, measured):
-        pairs = [0, 0]
-        for length in batch.batch.lengths.tolist():
-            for query in range(length):
-                pairs[0] += min(query + 1, config.window or length)
-                pairs[1] += query + 1
-        visible = sum(pairs[layer % 2] for layer in range(config.layers))
-        products = 2 + 5
-        flops = 2 * products * visible * config.heads * config.head_dim
-        assert trainer.model.attention_flops(batch.batch) == flops
-        assert len(result.attention_spans) == len(calls) * config.layers
-        in_attention = sum(trainer.clock.seconds(*span) for span in result.attention_spans)
-        assert 0 < in_attention < trainer.clock.seconds(*result.span)
-        assert trainer.attention_tflops(result) == pytest.approx(flops / cp_size / in_attention / 1e12)
-
-
 def test_record_of_a_run_that_goes_on_drops_what_will_be_done_again(tmp_path):
     path = tmp_path / "folder" / "run.jsonl"
     record = measure.Record(path, None)

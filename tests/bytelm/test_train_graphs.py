@@ -19,7 +19,7 @@ from runs import EVERY_WAY, MODEL, Layout, Method, overflows, way_id
 from texts import HYBRID
 
 import thdattn
-from thdattn.graphs import Captured, CudaGraphConfig, Graphs, Upload
+from thdattn.graphs import Captured, Upload
 
 A2A = Method("a2a", "contiguous")
 WHOLE = [{"impl": "local"}, {"impl": "full_iteration"}]
@@ -113,15 +113,6 @@ def test_batches_of_other_rows_than_the_first_are_padded_or_run_eagerly(document
     np.testing.assert_array_equal(numbers["local"], numbers["full_iteration"])
 
 
-@pytest.mark.parametrize("way", WHOLE, ids=way_id)
-def test_what_does_not_fit_can_be_an_error(dual, way):
-    room = min(batch.batch.num_seqs for batch in dual)
-    made = single(max_packed_seqs=room, on_overflow="error", **way)
-    with pytest.raises(ValueError, match=rf"batch 0 has \d+ sequences, wanted at most {room}, the room of the static"):
-        for batch in dual:
-            made.step([batch], runs.LR)
-
-
 def test_a_step_of_another_number_of_micro_batches_is_refused_by_name(dual):
     made = single(impl="full_iteration")
     made.step(dual[:2], runs.LR)
@@ -154,12 +145,6 @@ def test_wanted_parts_and_only_they_become_graphs(config, modules, wanted):
 def test_a_part_that_layers_do_not_have_is_refused_by_name(config, modules, found, known):
     with pytest.raises(ValueError, match=f"modules has '{found}', wanted some of {known}, the parts of a layer"):
         single(config=config, impl="local", modules=modules)
-
-
-def test_graphs_are_inactive_without_a_gpu_and_on_ranks_that_meet_on_the_host():
-    config = CudaGraphConfig("local")
-    assert not Graphs(thdattn.comm.init("single"), config, "reference").active
-    assert thdattn.comm.run_local(2, lambda comm: Graphs(comm, config).active) == [False, False]
 
 
 def test_upload_writes_its_parts_one_after_another():
