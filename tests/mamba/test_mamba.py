@@ -36,20 +36,6 @@ def test_float64_is_the_recurrence(case, cp_size):
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
-def test_documents_shorter_than_the_convolution_see_nothing_of_their_neighbours(cp_size):
-    case = CASES["shorter-than-the-convolution"]
-    zxbcdt, weights, dout = random_inputs(case, FLOAT64)
-    made = run(case, cp_size, FLOAT64)
-    begin = 0
-    for length in case.lengths:
-        rows = slice(begin, begin + length)
-        alone = mamba_oracle.mixer(zxbcdt[rows], weights, dout[rows], case.sizes)
-        np.testing.assert_allclose(made["out"][rows], alone.out, rtol=1e-11, atol=1e-13)
-        np.testing.assert_allclose(made["zxbcdt"][rows], alone.zxbcdt, rtol=1e-11, atol=1e-13)
-        begin += length
-
-
-@pytest.mark.parametrize("cp_size", CP_SIZES)
 def test_a_thousand_short_documents(cp_size):
     assert_equal(run(MANY, cp_size, FLOAT64), truth(MANY, FLOAT64), EXACT)
 
@@ -258,10 +244,3 @@ def test_documents_that_fill_chunks_are_bit_by_bit_what_they_are_alone():
         alone = run(Case("alone", (length,)), 1, BFLOAT16, (zxbcdt[rows], weights, dout[rows]))
         for field in ("out", "zxbcdt"):
             assert packed[field][rows].tobytes() == alone[field].tobytes()
-
-
-@pytest.mark.parametrize("cp_size", [1, 4])
-def test_same_inputs_give_the_same_bits(cp_size):
-    first, *others = (run(CASES["resets-inside-chunks"], cp_size, BFLOAT16) for _ in range(3))
-    for other in others:
-        assert_same_bits(first, other)
