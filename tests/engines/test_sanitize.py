@@ -8,6 +8,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+
+pytest.importorskip("cupy")
+
 from launch import SOURCE
 
 import thdattn
