@@ -63,7 +63,7 @@ def main() -> int:
         ranks = Ranks.of(real, args.as_rank_of or real.size)
         about = record.provenance(real.size) | {
             "ranks": str(real.size), "as_rank_of": str(ranks.size),
-            "transport": "peer" if real.overlaps else real.name,
+            "transport": "peer" if real.reads_peers else real.name,
         }  # fmt: skip
         path = args.out or record.results_file("cp", about["gpu"])
         rows: list[record.Row] = []

@@ -37,7 +37,7 @@ def as_rank_of(real: Comm, size: int) -> Comm:
             f"found {real.size} real ranks to behave as ranks of {size}, wanted 2 as ranks of 2 or more; start "
             f"the program with mpiexec -n 2"
         )
-    if not real.overlaps or size > MAX_RANKS:
+    if not real.reads_peers or size > MAX_RANKS:
         return ByCollectives(real, size)
     return with_peer_memory(real, size)
 
@@ -54,7 +54,7 @@ def with_peer_memory(real: Any, size: int) -> Comm:
     memory = transport.PeerMemory(World(real._world, size), Window)
     real.before_close(memory.close)
     comm: Any = copy(real)
-    comm.size, comm._peer = size, memory
+    comm.size, comm._beside = size, memory
     made: Comm = comm
     return made
 

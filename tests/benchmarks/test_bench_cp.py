@@ -132,7 +132,7 @@ class Shared:
 class Peers:
     """Comm of two GPUs as far as peer memory needs it."""
 
-    overlaps = True
+    overlaps = reads_peers = True
 
     def __init__(self, comm):
         self.rank, self.size, self._world, self.actions = comm.rank, comm.size, Shared(comm), []
@@ -166,7 +166,7 @@ def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, siz
             groups = [[host_memory.on_gpu(np.zeros((size * 40, heads, x.shape[2]), x.dtype)) for x in sends]
                       for _ in range(num_groups)]  # fmt: skip
             found = []
-            for parts, wait, done, peer_exchange in played._peer.gather_heads(sends, groups, at_once):
+            for parts, wait, done, peer_exchange in played._beside.gather_heads(sends, groups, at_once):
                 wait()
                 if peer_exchange is not None:
                     host_memory.meet(peer_exchange.flags, peer_exchange.to, sends)
@@ -195,7 +195,7 @@ def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, siz
 def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, at_once):
     def fn(comm):
         real = Peers(comm)
-        memory = as_rank_of(real, size)._peer
+        memory = as_rank_of(real, size)._beside
         for turn in range(5):
             shapes = (16, 2, 8), (16, 2, 4)
             results = [host_memory.on_gpu(np.full(shape, np.nan, np.float32)) for shape in shapes]

@@ -18,7 +18,7 @@ from thdattn.comm.failures import watchdog
 from thdattn.comm.failures.watchdog import Watch
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 
-PEER_MEMORY = nccl._peer_memory  # before stand-ins take its place
+PEER_MEMORY, SIDE_NCCL = nccl._peer_memory, nccl._side_nccl  # before stand-ins take their place
 FULL = b"\xff"  # uuid of a GPU without free memory
 
 
@@ -62,7 +62,8 @@ class Communicator:
 
 def peer_memory(**calls):
     """A stand-in for peer memory that has these calls."""
-    return SimpleNamespace(**dict.fromkeys(("enter", "close", "wait_within"), lambda *arguments: None) | calls)
+    nothing = dict.fromkeys(("enter", "close", "wait_within"), lambda *arguments: None)
+    return SimpleNamespace(**nothing | {"carries": lambda sizes: True} | calls)
 
 
 class Array:
@@ -111,6 +112,7 @@ def make_nccl(**overrides):
 def start(monkeypatch):
     """start(gpus_of_rank, fn): NCCL on ranks that see the given GPUs; returns what fn(comm) made of each rank."""
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (None, "stand-ins have none"))
+    monkeypatch.setattr(nccl, "_side_nccl", lambda world, module, main: None)
     mine = threading.local()
     opened = []
     monkeypatch.setattr(nccl, "load", lambda: (mine.cupy, mine.nccl))
@@ -286,7 +288,7 @@ def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
 
 def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
     peer = peer_memory(gather_heads=lambda sends, recvs, at_once: [],
-                       reduce_partials=lambda rows, results, at_once: thdattn.comm.no_wait)
+                       reduce_partials=lambda *arguments: thdattn.comm.no_wait)
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
     monkeypatch.setattr(nccl.NcclComm, "watched", lambda *arguments: nullcontext())
 
@@ -435,6 +437,30 @@ def test_ranks_say_how_keys_travel_between_them_and_why(start, monkeypatch, reas
 @pytest.mark.parametrize("transport", ["auto", "peer", "nccl"])
 def test_one_rank_has_no_peers_whatever_transport_its_group_was_split_from(transport):
     assert PEER_MEMORY(None, [FOUR_GPUS], transport) == (None, "there is one rank")
+
+
+@pytest.mark.parametrize(("ranks", "wanted", "ctas"), [(1, "4", None), (2, None, 4), (2, "6", 6), (2, "0", None)])
+def test_several_ranks_without_peer_memory_have_collectives_beside_kernels(monkeypatch, ranks, wanted, ctas):
+    pytest.importorskip("cupy")
+    from thdattn.comm.side import transport as side
+
+    monkeypatch.delenv("THDATTN_NCCL_CTAS", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("THDATTN_NCCL_CTAS", wanted)
+    monkeypatch.setattr(side, "SideNccl", lambda world, module, main, number: (main, number))
+    made = thdattn.comm.run_local(ranks, lambda comm: SIDE_NCCL(World(comm), None, comm.rank))
+    assert made == [ctas and (rank, ctas) for rank in range(ranks)]
+
+
+def test_a_number_of_thread_blocks_that_is_none_is_refused_on_all_ranks(monkeypatch):
+    pytest.importorskip("cupy")
+    monkeypatch.setenv("THDATTN_NCCL_CTAS", "many")
+
+    def program(comm):
+        with pytest.raises(RuntimeError, match="THDATTN_NCCL_CTAS is no number on rank 0: ValueError"):
+            SIDE_NCCL(World(comm), None, None)
+
+    thdattn.comm.run_local(2, program)
 
 
 def test_close_destroys_the_communicator_once(start):

@@ -83,7 +83,7 @@ import logging
 logging.basicConfig(level=logging.INFO)
 import thdattn
 with thdattn.comm.init(transport={transport!r}) as comm:
-    assert comm.overlaps == (not comm.no_peer_memory) == ({transport!r} == "peer")
+    assert comm.overlaps and comm.reads_peers == (not comm.no_peer_memory) == ({transport!r} == "peer")
     comm.split(0)
 """)
     run = run_ranks(2, program, timeout=180)

@@ -82,7 +82,21 @@ class Stream:
         self.put(lambda reached: None, lambda reached: event.mark in reached)
 
     def is_capturing(self):
-        return self.machine.graph is not None
+        graph = self.machine.graph
+        return graph is not None and (self is self.machine.stream or self in graph)
+
+    def __enter__(self):
+        self._before, self.machine.stream = self.machine.stream, self
+
+    def __exit__(self, *_):
+        self.machine.stream = self._before
+
+    def put_launched(self, make):
+        """Enqueues the steps that make() returns, in a graph anew at each replay."""
+        if self.machine.graph is None:
+            self.queue.extend((*step, self.machine.reached) for step in make())
+        else:
+            self.machine.graph.setdefault(self, []).append(make)
 
     def synchronize(self):
         """Nothing is done before run()."""
@@ -92,7 +106,8 @@ class Stream:
         reached = set()
         for stream, steps in graph.items():
             target = self if stream is origin else Stream(self.machine)
-            target.queue.extend((*step, reached) for step in steps)
+            made = [one for step in steps for one in (step() if callable(step) else [step])]
+            target.queue.extend((*step, reached) for step in made)
 
 
 class Full(RuntimeError):
@@ -189,17 +204,18 @@ class Machine:
     def kernel(self, name):
         """thd_peer_reduce: `of` has the addresses of what each rank has, `rows` those that are this rank's."""
 
-        def add(outs, of, rows):
+        def add(outs, of, rows, num_ranks):
             for out, places in zip(outs, of, strict=False):
                 taken = np.arange(len(out)) if rows is None else rows
                 parts = [at(int(place), (int(taken.max()) + 1, *out.shape[1:]), np.float32)
-                         for place in places[: self.size]]
+                         for place in places[:num_ranks]]
                 out[...] = np.where((taken < 0)[:, None, None], 0, sum(part[taken] for part in parts))
 
         def enqueue(grid, block, args, stream):
-            out0, _, _, out1, _, _, shares, rows, *_, num_rows = args
+            out0, _, _, out1, _, _, shares, rows, *_, num_ranks, num_rows = args
             assert num_rows == len(out0) == len(out1)
-            stream.launch(add, [out0, out1], shares["of"].copy(), rows if isinstance(rows, Array) else None)
+            stream.launch(add, [out0, out1], shares["of"].copy(), rows if isinstance(rows, Array) else None,
+                          int(num_ranks))
 
         return enqueue
 

@@ -74,7 +74,7 @@ class Mirror(thdattn.comm.Comm):
 class Loopback(Mirror):
     """The same by peer memory."""
 
-    name, overlaps = "loopback", True
+    name, overlaps, reads_peers = "loopback", True, True
 
     def __init__(self, monkeypatch: Any) -> None:
         from cupy.cuda import runtime

@@ -1,4 +1,6 @@
-"""Random programs of several ranks, for tests of peer memory: the real method and windows, over fake_streams.py.
+"""Random programs of several ranks, for tests of peer memory and of NCCL beside kernels, over fake_streams.py.
+
+They run the real method, with the real windows or the real schedule of NCCL's collectives.
 
 Forward and backward passes of a few packs, exchanges, and graphs of both, on streams that are delayed at random. Inputs
 are random integers, so a row of another call, rank or layer gives another sum.
@@ -13,6 +15,7 @@ import sys
 from types import SimpleNamespace
 from unittest import mock
 
+import fake_nccl
 import numpy as np
 from fake_exchange import Gathered, Kernel, meet
 from fake_streams import Machine, Stream, addresses, at
@@ -20,6 +23,8 @@ from fake_streams import Machine, Stream, addresses, at
 from thdattn.comm import no_wait, overlap, slices
 from thdattn.comm.peer import exchange as exchange_launcher
 from thdattn.comm.peer import layout, reduce, transport, windows
+from thdattn.comm.side import communicator
+from thdattn.comm.side import transport as side
 from thdattn.comm.slices import SliceSpec, copy
 from thdattn.engines import AttentionOptions, BackwardInputs, ForwardInputs
 from thdattn.jit.structs import RANK_FLAGS
@@ -100,8 +105,9 @@ class Engine:
             for owners, x in zip(partials, grads, strict=True):
                 for rank, address in enumerate(owners[: plan.cp_size]):
                     mine = places[:, 0] == rank
-                    there = at(int(address), (plan.local_key_rows, *x.shape[1:]), np.float32)
-                    there[places[mine, 1]] = x[mine]
+                    if mine.any():
+                        there = at(int(address), (1 + places[mine, 1].max(), *x.shape[1:]), np.float32)
+                        there[places[mine, 1]] = x[mine]
 
         self._may_fail("attention")
         dout, _, k, v, out, _, plan = inputs
@@ -385,14 +391,23 @@ class Pack:
 
 
 class Program:
-    """One rank: a few packs at a time, and calls drawn at random, the same on all ranks."""
+    """One rank: a few packs at a time, and calls drawn at random, the same on all ranks.
 
-    def __init__(self, machine, rank):
+    Args:
+        cliques: those of NCCL's two communicators; empty: peer memory exchanges all.
+    """
+
+    def __init__(self, machine, rank, cliques=()):
         machine.rank, machine.stream = rank, Stream(machine)
         self.machine, self.engine, self.numbers = machine, Engine(machine), iter(range(1000))
-        self.memory = transport.PeerMemory(machine.world(rank))
+        if cliques:
+            main, second = (fake_nccl.Communicator(machine, clique, rank) for clique in cliques)
+            with mock.patch.object(communicator, "start", lambda *_: second):
+                self.memory = side.SideNccl(machine.world(rank), fake_nccl, main)
+        else:
+            self.memory = transport.PeerMemory(machine.world(rank))
         self.comm = SimpleNamespace(
-            size=machine.size, rank=rank, overlaps=True, gather_heads=self.memory.gather_heads,
+            size=machine.size, rank=rank, overlaps=True, reads_peers=not cliques, gather_heads=self.memory.gather_heads,
             exchange=self.memory.exchange, owner_partials=self.memory.owner_partials,
             reduce_partials=self.memory.reduce_partials, drop_partials=self.memory.drop_partials)
         self.num_checked = self.num_wrong = 0
@@ -435,6 +450,9 @@ def machine_of(size, seed):
     with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(reduce.compiler, "kernel", kernel),
           mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
           mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(overlap, "copy", enqueue_copy),
+          mock.patch.object(side, "copy", enqueue_copy),
+          mock.patch.object(side, "WORTH_OVERLAPPING", 0),
+          mock.patch.object(side, "rounded_up", lambda num_bytes: num_bytes),
           mock.patch.object(transport, "WORTH_COPYING", 0),  # so that some swaps are of copies
           mock.patch.object(exchange_launcher, "_LEAST_BYTES", 64),  # several chunks each, some empty
           mock.patch.dict(reduce.REDUCE_KERNELS, float32="thd_peer_reduce"),
@@ -443,15 +461,15 @@ def machine_of(size, seed):
         yield machine
 
 
-def results(size, seed, enqueue=Program.enqueue):
+def results(size, seed, enqueue=Program.enqueue, by_nccl=False):
     """(checked, wrong) of one random program, or of one that enqueues this, on one random order of steps."""
     with machine_of(size, seed) as machine:
-        programs = []
+        programs, cliques = [], [fake_nccl.Clique(size) for _ in range(2 * by_nccl)]
         for rank in range(size):
-            programs.append(Program(machine, rank))
+            programs.append(Program(machine, rank, cliques))
             enqueue(programs[-1], random.Random(seed))
         machine.run()
-        for program in programs:
+        for program in [] if by_nccl else programs:
             memory = program.memory._memory
             for window in (x for pair in (*memory._pairs.values(), *memory._outgrown) for x in pair.windows):
                 flags = window.array(-window._header, (size,), RANK_FLAGS)

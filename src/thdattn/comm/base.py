@@ -37,6 +37,8 @@ class Comm(ArgumentChecks, OverlappedCollectives):
         sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
         capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
         overlaps: whether kernels overlap gather_heads, reduce_partials, and exchange where it is given sizes.
+        reads_peers: whether they do so by peer memory, in which kernels read and write the memory of other ranks.
+        spans_machines: whether the ranks are on several machines, as far as the backend knows.
         checks: whether ranks agree on every call before it is made, see `check` of thdattn.comm.init.
         no_gpus: why init, which was to choose, took host arrays; "": it took GPUs, or the backend was asked for.
         received_bytes: bytes that collectives of arrays have received from other ranks so far, by the shapes.
@@ -46,6 +48,8 @@ class Comm(ArgumentChecks, OverlappedCollectives):
     sum_dtypes = _INTEGERS | {"float32", "float64"}
     capturable = False
     overlaps = False
+    reads_peers = False
+    spans_machines = False
     checks = False
     no_gpus = ""
 

@@ -1,6 +1,7 @@
 """NCCL ranks: GPU arrays through CuPy's NCCL, one process and one GPU per rank, found through MPI.
 
-Keys, values and their gradients go through peer memory (peer/transport.py) where every rank can have that.
+Keys, values and their gradients go through peer memory (peer/transport.py) where every rank can have that. Elsewhere a
+second communicator of NCCL carries them beside kernels (side/transport.py).
 
 Such programs hang when NCCL starts: a rank that fails alone leaves the others in a call without a timeout. So every
     rank tries each step of the start, the outcomes (ok, result or error) are exchanged over MPI, and either all ranks
@@ -12,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +25,7 @@ import numpy as np
 from thdattn.comm import Arrival, Comm, launcher, mpi, no_wait
 from thdattn.comm.failures.outcomes import Outcome, Waiting, attempt, results
 from thdattn.comm.failures.watchdog import PATIENCE_AT_START, Lane
+from thdattn.comm.overlap import slices_to_exchange
 from thdattn.comm.slices import AllToAllSpec, Slices
 from thdattn.install import remedy
 
@@ -44,7 +47,7 @@ class NcclComm(Comm):
     """One process with one GPU, with CuPy arrays on that GPU.
 
     Collectives go to the stream that is current in the calling thread and return at once; a CUDA graph may capture
-    them. With peer memory, a stream waits for the stream of the previous call. NCCL checks nothing across ranks:
+    them. A stream waits for the stream of the previous call that kernels may overlap. NCCL checks nothing across ranks:
     different shapes on two ranks wait for the deadline or corrupt results, see Comm.agree.
 
     NOTE: make an exchange once before it is captured. NCCL connects two ranks when they exchange for the first time.
@@ -86,12 +89,14 @@ class NcclComm(Comm):
         with self._watch.waiting("the start of NCCL", patience=PATIENCE_AT_START):
             _agreed(world, "no context on the GPU", cupy.cuda.Device(self._gpu).use)
             self._nccl = _start(world, nccl, self._watch.waiting)
-            self._peer, self.no_peer_memory = _peer_memory(world, gpus, transport)
-        if self._peer is not None:
-            self._peer.wait_within(self._watch.waiting)
+            peer, self.no_peer_memory = _peer_memory(world, gpus, transport)
+            self._beside = _side_nccl(world, nccl, self._nccl) if peer is None else peer  # collectives beside kernels
+        if self._beside is not None:
+            self._beside.wait_within(self._watch.waiting)
         self._world = world
         self._transport = transport
-        self.overlaps = self._peer is not None
+        self.overlaps, self.reads_peers = self._beside is not None, peer is not None
+        self.spans_machines = len({gpu.hostname for gpu in gpus}) > 1
         atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
 
     def __repr__(self) -> str:
@@ -107,8 +112,8 @@ class NcclComm(Comm):
         stream = self._cupy.cuda.get_current_stream()
         if self.size == 1 or stream.is_capturing():
             return None
-        if self._peer is not None:
-            self._peer.enter()
+        if self._beside is not None:
+            self._beside.enter()
         return lane_of(self._cupy, self._gpu, stream)
 
     def _all_gather(self, send: Any, recv: Any) -> None:
@@ -128,9 +133,9 @@ class NcclComm(Comm):
             self._nccl.allReduce(pointer, pointer, array.size, dtype, self._ops[op], self._stream())
 
     def _exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Callable[[], None]:
-        if self._peer is None or sizes is None:
+        if self._beside is None or sizes is None or not self._beside.carries(sizes):
             return super()._exchange(sends, recvs, sizes)
-        return self._watched_wait("exchange", self._peer.exchange(sends, recvs, sizes))
+        return self._watched_wait("exchange", self._beside.exchange(sends, recvs, sizes))
 
     def _send_receive(self, sends: Slices, recvs: Slices) -> None:
         if not sends and not recvs:
@@ -148,66 +153,75 @@ class NcclComm(Comm):
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
     ) -> list[Arrival]:
-        if self._peer is None:
+        if self._beside is None:
             return super().gather_heads(sends, recvs)
         self._check_open()
         self.received_bytes += (self.size - 1) * sum(send.nbytes for send in sends)
-        if at_once:
+        if at_once and self.reads_peers:
             marks = self._watched_kernel("gather of keys", sends[0])
-            arrivals = self._peer.gather_heads(sends, recvs, True, marks)
+            arrivals = self._beside.gather_heads(sends, recvs, True, marks)
         else:
             with self.watched("gather of keys", sends[0]):
-                arrivals = self._peer.gather_heads(sends, recvs, False)
+                arrivals = self._beside.gather_heads(sends, recvs, at_once)
         return [arrival if arrival.wait is no_wait
                 else arrival._replace(wait=self._watched_wait("gather of keys", arrival.wait)) for arrival in arrivals]
 
     def all_to_all(
         self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
     ) -> Callable[[], None]:
-        if self._peer is None or not self._peer.exchanges_by_kernel(spec, at_once):
+        if self._beside is None or (self.reads_peers and not self._beside.exchanges_by_kernel(spec, at_once)):
             return super().all_to_all(spec, sends, recvs, at_once)
+        if not self.reads_peers:  # at once, by all thread blocks
+            return self.exchange(*slices_to_exchange(self.rank, self.size, spec, sends, recvs),
+                                 None if at_once else spec.sizes)
         self.received_bytes += spec.received[self.rank]
         marks = self._watched_kernel("exchange of slices", recvs[0])
-        wait: Callable[[], None] = self._peer.all_to_all(spec, sends, recvs, marks)
+        wait: Callable[[], None] = self._beside.all_to_all(spec, sends, recvs, marks)
         return wait
 
     def drop_partials(self) -> None:
-        if self._peer is not None:
-            self._peer.drop_partials()
+        if self._beside is not None:
+            self._beside.drop_partials()
 
     def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
-        if self._peer is None:
+        if self._beside is None:
             return super().owner_partials(shapes, largest, at_once)
         self._check_open()
         with self.watched("memory for partial sums"):
-            return self._peer.owner_partials(shapes, largest, at_once)
+            return self._beside.owner_partials(shapes, largest, at_once)
 
-    def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
-        if self._peer is None:
-            return super().reduce_partials(rows, results, at_once)
+    def reduce_partials(
+        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
+    ) -> Callable[[], None]:
+        if self._beside is None:
+            return super().reduce_partials(rows, results, at_once, in_rank_order)
         self._check_open()
         self.received_bytes += (self.size - 1) * sum(4 * x.size for x in results)  # float32
-        if not at_once:
-            return self._watched_wait("sum of gradients", self._peer.reduce_partials(rows, results, False))
+        if self.reads_peers and not at_once:  # the host waits for nobody
+            return self._watched_wait("sum of gradients", self._beside.reduce_partials(rows, results, False))
         with self.watched("sum of gradients", results[0]):
-            wait: Callable[[], None] = self._peer.reduce_partials(rows, results, True)
-        return wait
+            wait: Callable[[], None] = self._beside.reduce_partials(rows, results, at_once, in_rank_order)
+        return wait if wait is no_wait else self._watched_wait("sum of gradients", wait)
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
-        if self._peer is None:
+        if self._beside is None:
             return super().gather_bytes(sends, num_groups)
-        return dict(self._peer.gather_bytes(sends, num_groups))
+        return dict(self._beside.gather_bytes(sends, num_groups))
 
-    def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
-        return super().sum_bytes(groups) if self._peer is None else dict(self._peer.sum_bytes(groups))
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
+        if self._beside is None:
+            return super().sum_bytes(groups, in_rank_order)
+        return dict(self._beside.sum_bytes(groups, in_rank_order))
 
     def held_bytes(self) -> dict[str, int]:
-        return {} if self._peer is None else dict(self._peer.held_bytes())
+        return {} if self._beside is None else dict(self._beside.held_bytes())
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
-        return super().exchange_bytes(sizes, strided) if self._peer is None else dict(self._peer.exchange_bytes(sizes))
+        if self._beside is None or not self._beside.carries(sizes):
+            return super().exchange_bytes(sizes, strided)
+        return dict(self._beside.exchange_bytes(sizes, strided))
 
     def _watched_kernel(self, what: str, array: Any) -> tuple[int, int]:
         """Return the address and number that the next kernel on the current stream marks its begin and end with.
@@ -248,8 +262,8 @@ class NcclComm(Comm):
     def _close(self) -> None:
         atexit.unregister(self.close)
         with self._watch.waiting("close"):
-            if self._peer is not None:
-                self._peer.close()
+            if self._beside is not None:
+                self._beside.close()
             self._nccl.destroy()
             mpi.free(self._world)
 
@@ -409,3 +423,30 @@ def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Any, 
     if transport == "peer":
         raise RuntimeError(f"transport is 'peer', but {reason}; use transport='auto' or 'nccl'")
     return None, reason
+
+
+def _side_nccl(world: Any, nccl: Any, main: Any) -> Any:
+    """Return the ranks' collectives beside kernels, or None if they have none; the same on every rank.
+
+    Args:
+        nccl: CuPy's module; main: its first communicator.
+    """
+    if world.size == 1:
+        return None
+    from thdattn.comm.side import transport as side
+
+    (ctas,) = results("THDATTN_NCCL_CTAS is no number", [world.bcast(attempt(_wanted_ctas), root=0)])
+    if not ctas:
+        return None
+    try:
+        return side.SideNccl(world, nccl, main, ctas)
+    except RuntimeError as error:  # on every rank alike
+        logger.warning("no communication overlaps kernels: %s", error)
+        return None
+
+
+def _wanted_ctas() -> int:
+    """Return the thread blocks of a collective beside kernels, which THDATTN_NCCL_CTAS sets; 0: none is beside them."""
+    from thdattn.comm.side.transport import CTAS
+
+    return int(os.environ.get("THDATTN_NCCL_CTAS") or CTAS)

@@ -107,15 +107,7 @@ class OverlappedCollectives(ABC):
         Returns:
             A function that waits for the results, as for exchange.
         """
-        for out, send, place, recv in zip(spec.outs, sends, spec.ins, recvs, strict=True):
-            source = out.of(send, self.rank)
-            if source.size:
-                copy(place.of(recv, self.rank), source)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        going, coming = ([(cut.of(x, rank), rank) for rank in others for cut, x in zip(cuts, arrays, strict=True)
-                          if cut.begins[rank] < cut.ends[rank]]
-                         for cuts, arrays in ((spec.outs, sends), (spec.ins, recvs)))
-        return self.exchange(going, coming, spec.sizes)
+        return self.exchange(*slices_to_exchange(self.rank, self.size, spec, sends, recvs), spec.sizes)
 
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
@@ -170,6 +162,7 @@ class OverlappedCollectives(ABC):
 
         Returns:
             A PARTIALS of jit/structs.py: for each array and rank, the address of this rank's float32 partial sums.
+            Without reads_peers, the first address is that of the rows of all ranks, in rank order.
         """
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 
@@ -177,7 +170,9 @@ class OverlappedCollectives(ABC):
         """Forget the last owner_partials: all ranks have the same error and add nothing up."""
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 
-    def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
+    def reduce_partials(
+        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
+    ) -> Callable[[], None]:
         """Start to add all ranks' partial sums of the rows that this rank owns, rounded once.
 
         Args:
@@ -185,6 +180,7 @@ class OverlappedCollectives(ABC):
                 0.
             results: two arrays of the shapes that owner_partials got; they may be some of the heads of larger arrays.
             at_once: the results are needed next; else the kernels that follow overlap the sum.
+            in_rank_order: add in the order of ranks, so that sums have the same bits on every transport.
 
         Returns:
             A function that waits for the results; on a GPU the current stream waits.
@@ -199,11 +195,12 @@ class OverlappedCollectives(ABC):
         """
         return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
 
-    def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
         """Return the bytes that adding up partial sums allocates, by name.
 
         Args:
             groups: for each group of heads, the bytes of all ranks' rows of each array.
+            in_rank_order: as for reduce_partials.
         """
         most = max(map(sum, groups))
         return {"partial sums": most, "sums": most // self.size}
@@ -220,3 +217,18 @@ class OverlappedCollectives(ABC):
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that are allocated already, under the names of the three functions above."""
         return {}
+
+
+def slices_to_exchange(
+    rank: int, size: int, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any]
+) -> tuple[Slices, Slices]:
+    """Copy a rank's slices for itself; return those that it sends and those that it receives, see all_to_all."""
+    for out, send, place, recv in zip(spec.outs, sends, spec.ins, recvs, strict=True):
+        source = out.of(send, rank)
+        if source.size:
+            copy(place.of(recv, rank), source)
+    others = [other for other in range(size) if other != rank]
+    going, coming = ([(cut.of(x, other), other) for other in others for cut, x in zip(cuts, arrays, strict=True)
+                      if cut.begins[other] < cut.ends[other]]
+                     for cuts, arrays in ((spec.outs, sends), (spec.ins, recvs)))
+    return going, coming

@@ -119,14 +119,15 @@ class Cost:
 class OnPaper(SingleComm):
     """A rank of a layout that exists on paper only; it cannot communicate.
 
-    overlaps: True if all ranks are on one machine.
+    overlaps, reads_peers: True if all ranks are on one machine.
     """
 
     name = "paper"
 
     def __init__(self, rank: int, size: int, per_node: int) -> None:
         super().__init__()
-        self.rank, self.size, self.overlaps = rank, size, size <= per_node
+        self.rank, self.size = rank, size
+        self.overlaps = self.reads_peers = size <= per_node
 
     def _gather_values(self, value: Any) -> list[Any]:
         return [value] * self.size

@@ -4,9 +4,9 @@ Keys and values are gathered from all ranks and moved to sequence order. Each ra
 every output row is made once and nothing has to be merged. The backward gathers again, unless the forward kept the
 keys, and sums dk and dv over ranks in float32.
 
-Both work at one group of kv heads after another: while a kernel computes with one group, the comm gathers the next.
-Where ranks see each other's memory, the backward kernel writes partial sums of dk and dv to the ranks that own the
-keys, which add them up.
+Both work at one group of kv heads after another: while a kernel computes with one group, the comm gathers the next and
+reduces the gradients of the last one. So it is where ranks see each other's memory, and where NCCL works beside
+kernels. There the backward kernel writes partial sums of dk and dv to the ranks that own the keys, or in their order.
 
 Source: Llama 3, arXiv:2407.21783, 3.3.2.
 """
@@ -136,7 +136,7 @@ def gather(
 def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     """Return the bytes of all buffers of gather, forward and backward; see Method."""
     engine, groups, sum_dtype = plan.engine, layer.groups, lse_dtype(layer.dtype)
-    in_place = int(comm.overlaps)  # the first group of keys
+    in_place = int(comm.reads_peers)  # the first group of keys
     work = [buffer for group, heads in [*enumerate(groups)][in_place:]
             for buffer in gathered_buffers(plan, 0, group, heads, layer.dtype)]  # fmt: skip
     kept = plan.key_buffers(layer.num_kv_heads, layer.dtype) if layer.keeps_keys else []
@@ -145,10 +145,10 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     own_rows = pair_of("own rows", (plan.local_key_rows, layer.num_kv_heads), plan.head_dims, layer.dtype)
     forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work + engine.forward_buffers(plan, layer))
     forward |= comm.gather_bytes([buffer.nbytes for buffer in own_rows], len(groups))
-    backward = bytes_by_name(engine.backward_buffers(plan, layer, sum_dtype, "own" if in_place else "made"))
+    backward = bytes_by_name(engine.backward_buffers(plan, layer, sum_dtype, "own" if comm.overlaps else "made"))
     backward |= comm.sum_bytes([
-        [buffer.nbytes for buffer in gathered_buffers(plan, 0, 0, heads, sum_dtype)] for heads in groups])
-    if in_place:
+        [buffer.nbytes for buffer in gathered_buffers(plan, 0, 0, heads, sum_dtype)] for heads in groups], layer.deterministic)
+    if comm.overlaps:
         backward["owners of keys"] = owners_bytes(plan)
     return layer.memory(plan, forward, backward, {"kept keys": total_bytes(kept)} if kept else {})
 
@@ -254,7 +254,8 @@ def backward(
     dq = engine.empty(q.shape, q.dtype)
     # From now on, so that after an error too nobody gets the memory of dk and dv before their sums are complete.
     sums = PendingGrads(plan, [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
-    places, rows = places_of_keys(plan) if comm.overlaps else (None, None)  # before other ranks count on this one
+    # Before other ranks count on this one.
+    places, rows = places_of_keys(plan, comm.reads_peers) if comm.overlaps else (None, None)
     largest = [(len(x), max(keys.heads), x.shape[2]) for x in sums.grads]
     groups = zip(*(_heads_by_group(x.shape[1], keys) for x in (q, keys.k)), keys.in_order(), strict=True)
     for heads, kv_heads, (k, v) in groups:
@@ -273,7 +274,7 @@ def backward(
                 comm.drop_partials()
             raise
         if comm.overlaps:
-            sums.waits.append(comm.reduce_partials(rows, results, is_last))
+            sums.waits.append(comm.reduce_partials(rows, results, is_last, attention.deterministic))
         else:
             _sum_rows(comm, plan, partials, results)
     engine.nan_if_invalid(plan, dq)

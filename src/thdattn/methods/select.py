@@ -28,6 +28,8 @@ A2A: Method = a2a
 # the number of groups in which heads are exchanged, by these bytes.
 WORTH_GROUPS = 2**26
 HEAD_GROUPS = {2: WORTH_GROUPS, 4: 2**28}
+NCCL_GROUPS = {2: 2**24, 4: 2**26, 8: 2**28}  # where NCCL gathers beside kernels; groups are equal
+NETWORK = 16  # times as long as within a machine takes what goes from machine to machine, about
 
 # The default sharding of each cp_comm_type.
 SHARDINGS = {"all_gather": "dual_chunk", "p2p": "dual_chunk", "a2a": "contiguous", "a2a+all_gather": "dual_chunk",
@@ -113,11 +115,13 @@ class MethodSelection:
         """
         method, carrier = self.method(plan), self.levels.inner if self.levels and self.inner > 1 else self.ranks
         foreign = (plan.cp_size - 1) * plan.local_key_rows * num_kv_heads * sum(plan.head_dims) * dtype.itemsize
-        if asked is None and method == ALL_GATHER and carrier.overlaps and foreign >= WORTH_GROUPS:
+        if asked is None and method == ALL_GATHER and carrier.reads_peers and foreign >= WORTH_GROUPS:
             return _growing(num_kv_heads)
         if asked is None:
-            overlaps = carrier.overlaps and method == A2A
-            asked = max((n for n, size in HEAD_GROUPS.items() if overlaps and foreign >= size), default=1)
+            gathers = method == ALL_GATHER and not carrier.reads_peers
+            worth = NCCL_GROUPS if gathers else HEAD_GROUPS if method == A2A else {}
+            foreign *= NETWORK if carrier.spans_machines else 1
+            asked = max((n for n, size in worth.items() if carrier.overlaps and foreign >= size), default=1)
         number = math.gcd(max(1, num_kv_heads // self.inner), asked)
         return (num_kv_heads // number,) * number
 

@@ -11,8 +11,12 @@ from thdattn.plan.memory import Layer
 from thdattn.plan.plan import Plan
 
 
-def places_of_keys(plan: Plan) -> tuple[Any, Any]:
+def places_of_keys(plan: Plan, by_rank: bool = True) -> tuple[Any, Any]:
     """Return the owner ranks of all key rows in sequence order; cached, and recomputed whenever the plan is.
+
+    Args:
+        by_rank: each rank's rows have a place of their own; else rows of all ranks have one, in rank order, and count
+            as rows of rank 0.
 
     Returns:
         owners: (key_rows, 2) int32, the owner rank of every key buffer row (-1: none) and the local row there.
@@ -21,10 +25,11 @@ def places_of_keys(plan: Plan) -> tuple[Any, Any]:
     def make() -> tuple[Any, Any]:
         order, num_rows = plan.rank_order, plan.local_key_rows
         mine = order[plan.cp_rank * num_rows :][:num_rows]
+        each = num_rows if by_rank else len(order)
         numbers = np.arange(len(order), dtype=order.dtype, like=order)  # of CuPy arrays this is cupy.arange
         owners = np.empty_like(order, shape=(len(order), 2))
-        np.floor_divide(numbers, num_rows, out=owners[:, 0])  # in place too, where the plan is made in a graph
-        np.remainder(numbers, num_rows, out=owners[:, 1])
+        np.floor_divide(numbers, each, out=owners[:, 0])  # in place too, where the plan is made in a graph
+        np.remainder(numbers, each, out=owners[:, 1])
         places = np.empty_like(owners, shape=(plan.key_rows + 1, 2))
         rows = np.empty_like(mine)
 
@@ -37,7 +42,7 @@ def places_of_keys(plan: Plan) -> tuple[Any, Any]:
         plan.make(follow)
         return places[:-1], rows
 
-    found: tuple[Any, Any] = plan.memoize("places of keys", make)
+    found: tuple[Any, Any] = plan.memoize(("places of keys", by_rank), make)
     return found
 
 

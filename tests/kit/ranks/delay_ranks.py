@@ -19,7 +19,7 @@ import delays
 
 def main(transport: str, size: str) -> None:
     comm = thdattn.comm.init("nccl", transport=transport)
-    assert comm.size == int(size) and comm.overlaps == (transport == "peer")
+    assert comm.size == int(size) and comm.overlaps and comm.reads_peers == (transport == "peer")
     with cupy.cuda.Stream(non_blocking=True):
         select.WORTH_GROUPS = 0  # by default, groups of 1, 1 and 2 kv heads
         for head_groups in (1, 2, 4, None):

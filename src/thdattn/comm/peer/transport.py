@@ -193,6 +193,10 @@ class PeerMemory:
             for rank in self._others:
                 piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
 
+    def carries(self, sizes: Any) -> bool:
+        """Return True: an exchange of any sizes goes through peer memory."""
+        return True
+
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
         """Exchange as Comm.exchange does.
 
@@ -263,13 +267,13 @@ class PeerMemory:
         num_parts = self.size - 1 if num_groups == 1 else 1
         return {KEYS: self._both(layout.rounded_up(num_parts * layout.total(sends)))}
 
-    def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
         """See Comm.sum_bytes. The last group goes to its owners; partial sums of the other groups are pulled."""
         most = max(map(sum, groups))
         pulled = {PULLED: layout.rounded_up(most // self.size * (self.size - 1))} if len(groups) > 1 else {}
         return {SUMS: self._both(layout.rounded_up(max(offsets(group)[-1] for group in groups))), **pulled}
 
-    def exchange_bytes(self, sizes: Any) -> dict[str, int]:
+    def exchange_bytes(self, sizes: Any, strided: int = 0) -> dict[str, int]:
         """See Comm.exchange_bytes. A kernel writes messages to the windows of the ranks that get them."""
         by_kernel = sizes.sum(0).max() < WORTH_COPYING
         most = max(slot[-1] for slot in slots_of(sizes.T if by_kernel else sizes))
@@ -305,8 +309,10 @@ class PeerMemory:
         given, self._gotten = window.owner_partials(tuple(begins), self._sizes, at_once)
         return given
 
-    def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool) -> Wait:
-        """Add partial sums as Comm.reduce_partials does."""
+    def reduce_partials(
+        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
+    ) -> Wait:
+        """Add partial sums as Comm.reduce_partials does, always in rank order."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
         if at_once:
             window.meet(stream)

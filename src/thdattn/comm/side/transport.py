@@ -1,0 +1,325 @@
+"""Side collectives: NCCL carries one group of heads while kernels compute another one.
+
+A second communicator with few thread blocks works on a stream of its own. All ranks enqueue the same collectives in the
+same order, and events order that stream with the streams of kernels, in captured graphs as well. A collective that no
+kernel overlaps takes the first communicator, which may use all multiprocessors, on the current stream. It comes after
+all side collectives, so that one collective of the attention runs at a time.
+
+Keys are gathered in place. A backward kernel writes partial sums in rank order into memory that NCCL sends from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thdattn.comm import Arrival, no_wait
+from thdattn.comm.failures.outcomes import Waiting, agreed
+from thdattn.comm.peer.layout import bytes_of, offsets, rounded_up
+from thdattn.comm.peer.reduce import add_up
+from thdattn.comm.side import communicator
+from thdattn.comm.side.memory import RECEIVED, SENT, SLICES, SUMS, Block, Blocks
+from thdattn.comm.slices import Slices, address, copy
+from thdattn.jit.structs import MAX_RANKS, PARTIALS
+
+CTAS = 4  # thread blocks of a side collective: more of them slow the kernels beside it
+WORTH_OVERLAPPING = 2**20  # bytes that a rank receives; fewer arrive before a side collective would have started
+_HIGHEST = -5  # the highest priority of streams: a collective starts before blocks of kernels that wait for their turn
+_FLOAT32 = np.dtype(np.float32)
+
+Wait = Callable[[], None]
+
+
+class _Partials(NamedTuple):
+    """Partial sums of dk and dv that a kernel writes into a block.
+
+    begins: addresses of the two; sizes: bytes of one owner's rows of each. Those of all owners follow each other.
+    num_received: bytes of this rank's rows in the blocks of all other ranks, for the group with most heads.
+    """
+
+    block: Block
+    begins: list[int]
+    sizes: tuple[int, ...]
+    num_received: int
+
+
+class SideNccl:
+    """A rank's collectives beside kernels, with the methods of PeerMemory that its comm calls.
+
+    Args:
+        world: the MPI communicator of all ranks.
+        nccl: CuPy's module.
+        main: its first communicator of these ranks.
+        ctas: thread blocks of a side collective.
+
+    Raises:
+        RuntimeError: on every rank, if the second communicator does not start on one.
+    """
+
+    def __init__(self, world: Any, nccl: Any, main: Any, ctas: int = CTAS) -> None:
+        self._nccl, self._main = nccl, main
+        self.rank, self.size = world.rank, world.size
+        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another one
+        self._summing: _Partials | None = None  # of the last owner_partials
+        agreed(world, "the start of a stream for collectives", lambda: self._begin(world))
+        self._side = communicator.start(world, nccl, ctas)
+
+    def _begin(self, world: Any) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
+        self._last = cupy.cuda.get_current_stream()
+        self._memory = Blocks(world)
+
+    def wait_within(self, waiting: Waiting) -> None:
+        """Make the host wait for other ranks, from now on, in contexts that `waiting` makes; see agreed."""
+        self._memory.waiting = waiting
+
+    def enter(self) -> Any:
+        """Return the current stream, ordered after the stream of the previous call."""
+        stream = self._cupy.cuda.get_current_stream()
+        if stream.is_capturing():
+            if not self._stream.is_capturing():  # a new capture
+                self._memory.forget_events()
+        elif stream.ptr != self._last.ptr:
+            stream.wait_event(self._recorded(self._last))
+            self._last = stream
+        return stream
+
+    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool) -> list[Arrival]:
+        """Gather as Comm.gather_heads does. At once, the first group comes on the current stream."""
+        stream, places = self.enter(), list(recvs)  # this stream may still use their memory
+        first = 0
+        for parts in places:
+            self._put_own(sends, parts, first)
+            first += parts[0].shape[1]
+        is_small = len(self._others) * sum(send.nbytes for send in sends) < WORTH_OVERLAPPING
+        num_now = len(places) if is_small else int(at_once)
+        if num_now:
+            self._meet(stream)
+        for parts in places[:num_now]:
+            self._gather(self._main, parts, stream)
+        arrivals = [Arrival([[place] for place in parts]) for parts in places[:num_now]]
+        if num_now < len(places):
+            self._follow(stream)
+        for parts in places[num_now:]:
+            self._gather(self._side, parts, self._stream)
+            arrivals.append(Arrival([[place] for place in parts], self._arrival(stream)))
+        return arrivals
+
+    def _put_own(self, sends: Sequence[Any], parts: Sequence[Any], first: int) -> None:
+        """Copy some heads of this rank's rows to their places, from which NCCL sends them."""
+        for send, part in zip(sends, parts, strict=True):
+            mine = part[self.rank * len(send) : (self.rank + 1) * len(send)]
+            if mine.size:
+                copy(mine, send[:, first : first + part.shape[1]])
+
+    def _gather(self, comm: Any, parts: Sequence[Any], stream: Any) -> None:
+        """Enqueue one launch that gathers arrays in which this rank's rows are in place."""
+        with self._together():
+            for part in parts:
+                count, begin = part.nbytes // self.size, part.data.ptr
+                if count:
+                    comm.allGather(begin + self.rank * count, begin, count, self._nccl.NCCL_UINT8, stream.ptr)
+
+    def carries(self, sizes: Any) -> bool:
+        """Return whether an exchange of these sizes goes beside kernels; the same on all ranks."""
+        return bool(sizes.sum(axis=0).max() >= WORTH_OVERLAPPING)
+
+    def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
+        """Exchange as Comm.exchange does, by sends and receives that start together.
+
+        What is sent is copied first, as it is free again when the call returns.
+        """
+        stream = self.enter()
+        sent = self._next(SENT, int(sizes.sum(axis=1).max()), stream)
+        parts, at = [], 0
+        for array, peer in sends:
+            parts.append((self._bytes(sent, at, array), peer))
+            copy(parts[-1][0], array)
+            at += array.nbytes
+        self._follow(stream)
+        received, places = self._places(recvs)
+        with self._together():
+            for place, peer in places:
+                self._side.recv(address(place), place.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
+            for part, peer in parts:
+                self._side.send(address(part), part.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
+        with self._stream:
+            for (array, _), (place, _) in zip(recvs, places, strict=True):
+                if place is not array:
+                    copy(array, place)
+        sent.last = self._recorded(self._stream)
+        if received is not None:
+            received.last = sent.last
+        return self._arrival(stream)
+
+    def _places(self, recvs: Slices) -> tuple[Block | None, list[tuple[Any, int]]]:
+        """Return where slices arrive: in their own memory, or in a block if rows have gaps; and that block."""
+        num_bytes = sum(array.nbytes for array, _ in recvs if not array.flags.c_contiguous)
+        if not num_bytes:
+            return None, list(recvs)
+        block, at, places = self._next(SLICES, num_bytes, self._stream), 0, []
+        for array, peer in recvs:
+            if array.flags.c_contiguous:
+                places.append((array, peer))
+            else:
+                places.append((self._bytes(block, at, array), peer))
+                at += array.nbytes
+        return block, places
+
+    def exchanges_by_kernel(self, spec: Any, at_once: bool) -> bool:
+        """Return False: no kernel of this package sends slices over NCCL."""
+        return False
+
+    def owner_partials(
+        self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
+    ) -> Any:
+        """Return the addresses that Comm.owner_partials describes: one for all owners, in rank order."""
+        sizes, most = (bytes_of(tuple(each), _FLOAT32) for each in (shapes, largest))
+        block = self._next(SUMS, offsets([self.size * size for size in most])[-1], self.enter())
+        begins = [block.address + begin for begin in offsets([self.size * size for size in sizes])[:-1]]
+        self._summing = _Partials(block, begins, sizes, len(self._others) * sum(most))
+        return _addresses(begins)
+
+    def drop_partials(self) -> None:
+        """Forget the last owner_partials, see Comm.drop_partials."""
+        assert self._summing is not None
+        self._summing.block.last = self._recorded(self.enter())
+
+    def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool) -> Wait:
+        """Add partial sums as Comm.reduce_partials does."""
+        current, summing = self.enter(), self._summing
+        assert summing is not None
+        if at_once:
+            self._meet(current)
+            comm, stream = self._main, current
+        else:
+            self._follow(current)
+            comm, stream = self._side, self._stream
+        if self._adds_in_rank_order(in_rank_order):
+            received = self._next(RECEIVED, summing.num_received, stream)
+            add_up(self._exchanged(comm, summing, received, stream), self.size, rows, results, stream)
+            received.last = self._recorded(stream)
+        else:
+            add_up(self._reduced(comm, summing, stream), 1, rows, results, stream)
+        summing.block.last = self._recorded(stream)
+        return no_wait if at_once else self._arrival(current)
+
+    def _adds_in_rank_order(self, wanted: bool) -> bool:
+        """Return whether ranks exchange partial sums and each adds its own; else NCCL adds them, in its own order."""
+        return wanted and self.size <= MAX_RANKS
+
+    def _exchanged(self, comm: Any, summing: _Partials, received: Block, stream: Any) -> Any:
+        """Exchange partial sums; return the addresses of all ranks' partial sums of this rank's rows."""
+        uint8, at = self._nccl.NCCL_UINT8, received.address
+        partials = np.zeros((), PARTIALS)
+        with self._together():
+            for of, begin, size in zip(partials["of"], summing.begins, summing.sizes, strict=True):
+                of[self.rank] = begin + self.rank * size
+                for peer in self._others:
+                    of[peer] = at
+                    if size:
+                        comm.recv(at, size, uint8, peer, stream.ptr)
+                        comm.send(begin + peer * size, size, uint8, peer, stream.ptr)
+                    at += size
+        return partials[()]
+
+    def _reduced(self, comm: Any, summing: _Partials, stream: Any) -> Any:
+        """Reduce partial sums in place; return the addresses of the sums of this rank's rows."""
+        float32, add = self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM
+        places = [begin + self.rank * size for begin, size in zip(summing.begins, summing.sizes, strict=True)]
+        with self._together():
+            for begin, place, size in zip(summing.begins, places, summing.sizes, strict=True):
+                if size:
+                    comm.reduceScatter(begin, place, size // _FLOAT32.itemsize, float32, add, stream.ptr)
+        return _addresses(places)
+
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        """See Comm.gather_bytes: keys are gathered in place."""
+        return {}
+
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
+        """See Comm.sum_bytes."""
+        sums = {SUMS: 2 * rounded_up(max(offsets(group)[-1] for group in groups))}
+        if self._adds_in_rank_order(in_rank_order):
+            sums[RECEIVED] = rounded_up(max(map(sum, groups)) // self.size * (self.size - 1))
+        return sums
+
+    def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
+        """See Comm.exchange_bytes, for sizes that this carries."""
+        received = {SLICES: rounded_up(strided)} if strided else {}
+        return {SENT: 2 * rounded_up(int(sizes.sum(axis=1).max())), **received}
+
+    def held_bytes(self) -> dict[str, int]:
+        """See Comm.held_bytes."""
+        return self._memory.held_bytes()
+
+    def close(self) -> None:
+        """Destroy the communicator and free the memory; all ranks call it, when no graph holds a collective."""
+        self._stream.synchronize()
+        self._side.destroy()
+        self._summing = None
+        self._memory.close()
+
+    def _next(self, use: str, num_bytes: int, stream: Any) -> Block:
+        """Return the block of a use whose turn it is, when the stream may write it."""
+        block = self._memory.next(use, num_bytes, stream.is_capturing())
+        if block.last is not None:
+            stream.wait_event(block.last)
+        return block
+
+    def _bytes(self, block: Block, at: int, like: Any) -> Any:
+        """Return bytes of a block as rows of the bytes of an array, without gaps."""
+        place = self._cupy.cuda.MemoryPointer(block.memory, at)
+        return self._cupy.ndarray((len(like), like.nbytes // len(like)), np.uint8, place)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Have NCCL start the calls of a block together, by one launch."""
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:  # an open group would swallow every later call
+            self._nccl.groupEnd()
+
+    def _meet(self, stream: Any) -> None:
+        """Make a stream wait for all side collectives so far; later ones follow it."""
+        self._follow(stream)
+        stream.wait_event(self._recorded(self._stream))
+
+    def _follow(self, stream: Any) -> None:
+        """Make the stream of side collectives wait for another one, which brings it into a capture of that."""
+        self._stream.wait_event(self._recorded(stream))
+
+    def _arrival(self, stream: Any) -> Wait:
+        """Return a function that makes the current stream, and the one that asked, wait for all collectives so far.
+
+        CuPy gives the memory that collectives write to later work of the asking stream, once nobody holds it.
+        """
+        event = self._recorded(self._stream)
+
+        def wait() -> None:
+            current = self._cupy.cuda.get_current_stream()
+            current.wait_event(event)
+            if current.ptr != stream.ptr:
+                stream.wait_event(event)
+
+        return wait
+
+    def _recorded(self, stream: Any) -> Any:
+        """Return an event of a stream as far as it is enqueued."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+
+def _addresses(begins: Sequence[int]) -> Any:
+    """Return a PARTIALS with one address for each array."""
+    partials = np.zeros((), PARTIALS)
+    partials["of"][:, 0] = begins
+    return partials[()]

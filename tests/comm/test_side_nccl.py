@@ -1,0 +1,297 @@
+"""NCCL beside kernels: whichever streams and ranks are late, all read the right rows, and its memory is what is said.
+
+The random programs are those of peer_programs.py. They show what is wrong where an order of streams is left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from unittest import mock
+
+import fake_nccl
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from fake_streams import Stream
+from peer_programs import Pack, Program, machine_of, results
+from test_peer_protocol import all_turns, nothing, start_backward
+
+import thdattn.comm
+from thdattn.comm.side import communicator, memory, transport
+from thdattn.comm.side.transport import SideNccl
+from thdattn.methods import all_gather
+
+SEEDS = 32
+
+
+@pytest.mark.parametrize(("size", "num_seeds"), [(2, SEEDS), (3, SEEDS // 2), (4, SEEDS // 4)])
+def test_every_call_reads_the_rows_of_its_own(size, num_seeds):
+    found = [results(size, seed, by_nccl=True) for seed in range(num_seeds)]
+    assert sum(checked for checked, _ in found) > 10 * size * len(found)
+    assert [seed for seed, (_, wrong) in enumerate(found) if wrong] == []
+
+
+def test_sums_of_nccl_are_those_in_rank_order():
+    """Inputs are integers, whose sums do not depend on the order."""
+    with mock.patch.object(SideNccl, "_adds_in_rank_order", lambda side, wanted: False):
+        assert not any(results(3, seed, by_nccl=True)[1] for seed in range(SEEDS // 2))
+
+
+# --- what the test sees if an order is left out ------------------------------------------------------------------
+
+
+def current_stream(side):
+    """It comes after nothing."""
+    return side._cupy.cuda.get_current_stream()
+
+
+def next_at_once(side, use, num_bytes, stream):
+    """The block is written while a collective may still read it."""
+    return side._memory.next(use, num_bytes, stream.is_capturing())
+
+
+def arrival_for_the_current_stream(side, stream):
+    """The stream that asked does not wait where another one is current."""
+    event = side._recorded(side._stream)
+    return lambda: current_stream(side).wait_event(event)
+
+
+def blocks_of_graphs(blocks, use, num_bytes, capturing):
+    """Eager calls use the blocks of graphs."""
+    return next_block(blocks, use, num_bytes, True)
+
+
+def sums_of_three_layers(program, draw):
+    pack = Pack(program, program.machine.stream, 5)
+    for _ in range(6):
+        layers = [start_backward(pack) for _ in range(3)]
+        for layer in layers:
+            layer.check(layer.dk_dv())
+
+
+def drops_at_work(program, draw):
+    """Plans whose keys and sums nobody asks for, on a stream that others follow."""
+    stream, other = program.machine.stream, Stream(program.machine)
+    for _ in range(6):
+        pack = Pack(program, stream, 5)
+        pack.gather(draw)
+        layer = start_backward(pack)
+        program.machine.stream = other
+        del layer, pack
+        program.machine.stream = stream
+        Pack(program, stream, 5).forward(draw)
+
+
+next_block = memory.Blocks.next
+PROGRAMS = Program.enqueue, sums_of_three_layers, drops_at_work
+BROKEN = {
+    "sends rows before they are written": (SideNccl, "_follow", nothing),
+    "reads before rows arrive": (SideNccl, "_arrival", lambda side, stream: nothing),
+    "writes what a collective still reads": (SideNccl, "_next", next_at_once),
+    "calls of two streams in any order": (SideNccl, "enter", current_stream),
+    "drops what is on its way on another stream": (SideNccl, "_arrival", arrival_for_the_current_stream),
+    "drops sums that are on their way": (all_gather.PendingGrads, "__del__", nothing),
+    "gathers for later into the buffers of a graph": (all_gather._Turns, "next", all_turns),
+    "has one set of blocks for graphs and calls": (memory.Blocks, "next", blocks_of_graphs),
+    "waits for the collective of another capture": (memory.Blocks, "forget_events", nothing),
+}
+
+
+def shows(program, seed):
+    try:
+        return results(2, seed, program, by_nccl=True)[1] > 0
+    except AssertionError:  # streams wait for ever
+        return True
+
+
+@pytest.mark.parametrize("program", PROGRAMS[1:])
+def test_what_hurts_those_is_right(program):
+    assert not any(results(2, seed, program, by_nccl=True)[1] for seed in range(SEEDS))
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_schedule_with_an_order_left_out_is_found(fault):
+    with mock.patch.object(*BROKEN[fault]):
+        assert any(shows(PROGRAMS[seed % len(PROGRAMS)], seed) for seed in range(8 * SEEDS))
+
+
+# --- what goes where ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def side():
+    """Rank 0 of two, whose collectives are only noted: (communicator, kind, stream) of each."""
+    with machine_of(2, 0) as machine:
+        calls = []
+
+        class Noted:
+            def __init__(self, name):
+                self.name = name
+
+            def __getattr__(self, kind):
+                return lambda *args: calls.append((self.name, kind, args[-1]))
+
+        program = Program(machine, 0, (fake_nccl.Clique(2),) * 2)
+        program.memory._main, program.memory._side = Noted("main"), Noted("side")
+        program.memory._nccl = SimpleNamespace(**{name: None for name in ("NCCL_UINT8", "NCCL_FLOAT32", "NCCL_SUM")},
+                                               groupStart=list, groupEnd=list)  # fmt: skip
+        yield SimpleNamespace(calls=calls, memory=program.memory, engine=program.engine)
+
+
+def gather(side, at_once, heads=(1, 1, 2), rows=5):
+    keys = [side.engine.empty((rows, 4, 2), np.float32) for _ in range(2)]
+    groups = [[side.engine.empty((2 * rows, number, 2), np.float32) for _ in keys] for number in heads]
+    return side.memory.gather_heads(keys, groups, at_once)
+
+
+def test_the_first_group_takes_all_thread_blocks_where_nothing_overlaps_it(side):
+    arrivals = gather(side, at_once=True)
+    assert [name for name, *_ in side.calls] == ["main"] * 2 + ["side"] * 4
+    assert [arrival.wait is thdattn.comm.no_wait for arrival in arrivals] == [True, False, False]
+
+
+def test_keys_that_are_asked_for_early_come_beside_kernels(side):
+    gather(side, at_once=False)
+    assert [name for name, *_ in side.calls] == ["side"] * 6
+
+
+def test_few_keys_come_on_the_stream_itself(side, monkeypatch):
+    monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 641)  # the other rank's rows of both arrays have 320 bytes
+    assert all(arrival.wait is thdattn.comm.no_wait for arrival in gather(side, at_once=False))
+    assert {name for name, *_ in side.calls} == {"main"}
+    monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 320)
+    gather(side, at_once=False)
+    assert side.calls[-1][0] == "side"
+
+
+@pytest.mark.parametrize(("in_rank_order", "kinds"), [(True, ["recv", "send"] * 2), (False, ["reduceScatter"] * 2)])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_sums_are_exchanged_or_made_by_nccl(side, at_once, in_rank_order, kinds):
+    results = [side.engine.empty((5, 2, 2), np.float32) for _ in range(2)]
+    side.memory.owner_partials([x.shape for x in results], [x.shape for x in results], at_once)
+    side.memory.reduce_partials(None, results, at_once, in_rank_order)
+    assert [kind for _, kind, _ in side.calls] == kinds
+    assert {name for name, *_ in side.calls} == {"main" if at_once else "side"}
+
+
+def test_more_ranks_than_addresses_leave_the_order_to_nccl(side):
+    assert side.memory._adds_in_rank_order(True)
+    side.memory.size = 17
+    assert not side.memory._adds_in_rank_order(True)
+
+
+def test_memory_of_sums_is_what_is_said(side):
+    shapes = [(5, 2, 2), (5, 2, 3)]
+    said = side.memory.sum_bytes([[2 * 4 * np.prod(shape) for shape in shapes]] * 3, True)
+    for _ in range(3):
+        side.memory.owner_partials(shapes, shapes, False)
+        side.memory.reduce_partials(None, [side.engine.empty(shape, np.float32) for shape in shapes], False, True)
+    assert side.memory.held_bytes() == said
+
+
+def test_memory_of_slices_is_what_is_said(side):
+    sizes = np.array([[0, 96], [64, 0]])
+    for _ in range(3):
+        source, place = (side.engine.empty((rows, 3, 2), np.float32) for rows in (4, 4))
+        side.memory.exchange([(source, 1)], [(place[:, :2], 1)], sizes)()
+    assert side.memory.held_bytes() == side.memory.exchange_bytes(sizes, 64) == {"slices to send": 192,
+                                                                                   "copies of slices": 64}
+
+
+# --- the second communicator -------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_that_of_nccl_2_17():
+    config = communicator.Config.of(4)
+    fields = {name: getattr(communicator.Config, name).offset for name, _ in communicator.Config._fields_}
+    assert fields == {"size": 0, "magic": 8, "version": 12, "blocking": 16, "cga_cluster_size": 20, "min_ctas": 24,
+                      "max_ctas": 28, "net_name": 32}
+    assert (config.size, config.magic, config.version, config.min_ctas, config.max_ctas) == (
+        40, 0xCAFEBEEF, 21700, 1, 4)
+    assert config.blocking == config.cga_cluster_size == -(2**31) and config.net_name is None
+
+
+class Library:
+    """NCCL as the second communicator calls it; refuses a call of rank `refusing`."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append((name, [getattr(x, "value", x) for x in args]))
+            return 0
+
+        return call
+
+
+def test_calls_reach_the_library_with_pointers_counts_and_the_communicator(monkeypatch):
+    nccl = Library()
+    monkeypatch.setattr(communicator, "library", lambda: nccl)
+    comm = communicator.FewBlocks(2, bytes(range(128)), 1, 3)
+    (_, (_, size, name, rank, _)), = nccl.calls
+    assert (size, rank, bytes(name)) == (2, 1, bytes(range(128)))
+    comm._comm = ctypes.c_void_p(99)
+    nccl.calls.clear()
+    comm.allGather(2**40, 2**41, 2**35, 1, 7)
+    comm.reduceScatter(10, 20, 30, 7, 0, 5)
+    comm.send(10, 20, 1, 3, 5)
+    comm.recv(11, 21, 1, 3, 5)
+    comm.destroy()
+    assert nccl.calls == [
+        ("ncclAllGather", [2**40, 2**41, 2**35, 1, 99, 7]), ("ncclReduceScatter", [10, 20, 30, 7, 0, 99, 5]),
+        ("ncclSend", [10, 20, 1, 3, 99, 5]), ("ncclRecv", [11, 21, 1, 3, 99, 5]), ("ncclCommDestroy", [99]),
+    ]
+
+
+class World:
+    def __init__(self, comm):
+        self.rank, self.size, self.allgather = comm.rank, comm.size, comm._gather_values
+
+    def bcast(self, value, root):
+        return self.allgather(value)[root]
+
+
+def started(monkeypatch, refuses):
+    """What start() makes on two ranks; refuses(rank, step) raises."""
+    monkeypatch.setattr(communicator, "library", lambda: refuses(ranks[-1], "library"))
+    ranks = [None]
+    nccl = SimpleNamespace(get_unique_id=lambda: b"id", NcclCommunicator=lambda size, name, rank: ("ordinary", name))
+
+    def few(size, name, rank, ctas):
+        refuses(rank, "start")
+        return "few", name, ctas
+
+    monkeypatch.setattr(communicator, "FewBlocks", few)
+
+    def program(comm):
+        monkeypatch.setattr(communicator, "library", lambda: refuses(comm.rank, "library"))
+        return communicator.start(World(comm), nccl, 4)
+
+    return thdattn.comm.run_local(2, program)
+
+
+def test_a_rank_whose_nccl_takes_no_configuration_gives_all_an_ordinary_communicator(monkeypatch):
+    def fails(rank, step):
+        if step == failing:
+            raise OSError("refused")
+
+    failing = ""
+    assert started(monkeypatch, fails) == [("few", b"id", 4)] * 2
+    for failing in ("library", "start"):
+        assert started(monkeypatch, fails) == [("ordinary", b"id")] * 2
+
+
+def test_few_thread_blocks_are_asked_of_the_library_that_cupy_has_loaded():
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        pytest.skip("CuPy finds no NCCL")
+    version = ctypes.c_int()
+    assert communicator.library().ncclGetVersion(ctypes.byref(version)) == 0
+    assert version.value == nccl.get_version()
+
+
