@@ -144,14 +144,25 @@ def test_info_says_how_keys_would_travel_between_the_gpus_of_this_machine(cupy, 
     assert info._transport(thdattn.comm.SingleComm()) == said
 
 
-@pytest.mark.parametrize(("reason", "said"), [
-    ("", "peer: the GPUs read each other's memory"),
-    ("the ranks are on 2 machines", "nccl: the ranks are on 2 machines"),
+@pytest.mark.parametrize(("overlaps", "spans_machines", "reason", "said"), [
+    (True, False, "", "peer: the GPUs read each other's memory"),
+    (True, True, "the ranks are on 2 machines", "nccl, beside kernels: the ranks are on 2 machines; groups of "
+     "comm.split within a machine try peer memory"),
+    (False, False, "why not", "nccl, before and after kernels: why not"),
 ])  # fmt: skip
-def test_info_of_several_ranks_says_how_keys_travel_between_them(reason, said):
+def test_info_of_several_ranks_says_how_keys_travel_between_them(overlaps, spans_machines, reason, said):
     comm = object.__new__(NcclComm)
-    comm.size, comm.no_peer_memory = 2, reason
+    comm.size, comm.no_peer_memory, comm.reads_peers = 2, reason, not reason
+    comm.overlaps, comm.spans_machines = overlaps, spans_machines
     assert info._transport(comm) == said
+
+
+@pytest.mark.parametrize(("hosts", "said"), [
+    (["a"], "1: a (rank 0)"), (["a", "a", "b", "b"], "2: a (ranks 0-1), b (ranks 2-3)"),
+    (["a", "b", "a", "a"], "2: a (ranks 0, 2-3), b (rank 1)"),
+])  # fmt: skip
+def test_info_lists_machines_and_their_ranks(hosts, said):
+    assert info._machines(hosts) == said
 
 
 def test_info_of_ranks_without_gpus_says_that_nothing_travels_between_gpus():

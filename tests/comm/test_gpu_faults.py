@@ -118,3 +118,36 @@ def test_long_work_before_a_collective_is_no_fault():
     """Each rank's GPU computes for three times the timeout before it comes to what it has enqueued at once."""
     run = run_ranks(2, PROGRAM, "work", "forward", "nccl", "3", timeout=120)
     assert run.returncode == 0 and run.stdout == "" and run.stderr.count("ends well") == 2, run.stderr
+
+
+@pytest.fixture
+def two_machines(monkeypatch):
+    """Each rank is a machine; NCCL carries keys beside kernels, by sockets."""
+    monkeypatch.setenv("RANKS_PER_MACHINE", "1")
+    run = run_ranks(2, PROGRAM, "nothing", "ahead", "nccl", "200", timeout=240)
+    assert run.returncode == 0 and run.stderr.count("ends well") == 2, run.stderr
+    return r"host\d"
+
+
+BETWEEN = pytest.mark.parametrize("place", ["ahead", "forward", "backward", "replay"])
+
+
+@BETWEEN
+def test_rank_of_another_machine_that_is_stopped_is_named(two_machines, place):
+    errors = Job(2, "stop", place, "nccl", TIMEOUT).end(TIMEOUT)
+    found = missed(2, operation(place), r"has been stopped \(SIGSTOP\) for \d s", two_machines).search(errors)
+    assert found and float(found[1]) < TIMEOUT - 1, errors
+
+
+@BETWEEN
+def test_rank_of_another_machine_that_is_late_ends_all_at_the_deadline(two_machines, place):
+    errors = Job(2, "loop", place, "nccl", TIMEOUT).end(TIMEOUT)
+    assert re.search(rf"thdattn: rank 0 of 2 on {two_machines}: .* has not completed within {TIMEOUT:g} s "
+                     rf"\(waited .* s\), ending all ranks: rank 1 of 2 on {two_machines} is late: ", errors), errors
+
+
+@BETWEEN
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+def test_rank_of_another_machine_that_dies_or_raises_ends_all_at_once(two_machines, kind, place):
+    errors = Job(2, kind, place, "nccl", 1000.0).end(0)
+    assert ("ValueError: rank 1 had bad luck" in errors) == (kind == "exception")

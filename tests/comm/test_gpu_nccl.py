@@ -48,6 +48,24 @@ def test_exchanges_behind_kernels_change_no_result(cupy, n):
 
 
 @pytest.mark.parametrize("n", [2, 4])
+def test_nccl_beside_kernels_gives_the_bits_of_peer_memory(cupy, n):
+    need_gpus(cupy, n)
+    run = run_ranks(n, PROGRAM, "bits", "nccl", str(n), "peer", timeout=400)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("bits on nccl done") == n
+
+
+@pytest.mark.parametrize(("n", "each", "checks"), [(2, 1, False), (2, 1, True), (4, 2, False)])
+def test_every_method_between_machines_is_the_oracle(cupy, monkeypatch, n, each, checks):
+    need_gpus(cupy, n)
+    monkeypatch.setenv("RANKS_PER_MACHINE", str(each))
+    monkeypatch.setenv("THDATTN_CHECK", str(int(checks)))
+    run = run_ranks(n, PROGRAM, "methods,hidden", "nccl", str(n), "auto", timeout=600)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("hidden on nccl done") == n
+
+
+@pytest.mark.parametrize("n", [2, 4])
 def test_bad_input_on_one_rank_ends_all_ranks_with_its_message(cupy, n):
     need_gpus(cupy, n)
     began = time.perf_counter()

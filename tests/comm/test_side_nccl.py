@@ -6,6 +6,7 @@ The random programs are those of peer_programs.py. They show what is wrong where
 from __future__ import annotations
 
 import ctypes
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -136,7 +137,7 @@ def side():
 
         program = Program(machine, 0, (fake_nccl.Clique(2),) * 2)
         program.memory._main, program.memory._side = Noted("main"), Noted("side")
-        program.memory._nccl = SimpleNamespace(**{name: None for name in ("NCCL_UINT8", "NCCL_FLOAT32", "NCCL_SUM")},
+        program.memory._nccl = SimpleNamespace(**dict.fromkeys(("NCCL_UINT8", "NCCL_FLOAT32", "NCCL_SUM")),
                                                groupStart=list, groupEnd=list)  # fmt: skip
         yield SimpleNamespace(calls=calls, memory=program.memory, engine=program.engine)
 
@@ -215,7 +216,7 @@ def test_the_configuration_is_that_of_nccl_2_17():
 
 
 class Library:
-    """NCCL as the second communicator calls it; refuses a call of rank `refusing`."""
+    """NCCL as the second communicator calls it: it notes the calls."""
 
     def __init__(self):
         self.calls = []
@@ -257,8 +258,8 @@ class World:
 
 def started(monkeypatch, refuses):
     """What start() makes on two ranks; refuses(rank, step) raises."""
-    monkeypatch.setattr(communicator, "library", lambda: refuses(ranks[-1], "library"))
-    ranks = [None]
+    mine = threading.local()
+    monkeypatch.setattr(communicator, "library", lambda: refuses(mine.rank, "library"))
     nccl = SimpleNamespace(get_unique_id=lambda: b"id", NcclCommunicator=lambda size, name, rank: ("ordinary", name))
 
     def few(size, name, rank, ctas):
@@ -268,21 +269,23 @@ def started(monkeypatch, refuses):
     monkeypatch.setattr(communicator, "FewBlocks", few)
 
     def program(comm):
-        monkeypatch.setattr(communicator, "library", lambda: refuses(comm.rank, "library"))
+        mine.rank = comm.rank
         return communicator.start(World(comm), nccl, 4)
 
     return thdattn.comm.run_local(2, program)
 
 
 def test_a_rank_whose_nccl_takes_no_configuration_gives_all_an_ordinary_communicator(monkeypatch):
-    def fails(rank, step):
-        if step == failing:
-            raise OSError("refused")
+    def at(wanted):
+        def refuses(rank, step):
+            if step == wanted and rank == 1:
+                raise OSError("refused")
 
-    failing = ""
-    assert started(monkeypatch, fails) == [("few", b"id", 4)] * 2
-    for failing in ("library", "start"):
-        assert started(monkeypatch, fails) == [("ordinary", b"id")] * 2
+        return refuses
+
+    assert started(monkeypatch, at("nowhere")) == [("few", b"id", 4)] * 2
+    for step in ("library", "start"):
+        assert started(monkeypatch, at(step)) == [("ordinary", b"id")] * 2
 
 
 def test_few_thread_blocks_are_asked_of_the_library_that_cupy_has_loaded():

@@ -17,6 +17,7 @@ from cases import to_host
 import thdattn
 from thdattn import PackedBatch
 from thdattn.comm.peer import transport, windows
+from thdattn.comm.side.transport import SideNccl
 
 HEADS, KV_HEADS = 8, 4
 PACKS = (300, 500), (33, 1, 64, 0, 100) * 3, (900,)
@@ -68,7 +69,9 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
         return cupy.cuda.Stream.from_external(Pointer(args[-1])) if isinstance(args[-1], int) else args[-1]
 
     peers = ((windows.MemOps, "__call__"), (transport._Slice, "pull"), (transport, "_copy_rows"),
-             (transport.PeerMemory, "_copy"), (transport.PeerMemory, "_add"))  # fmt: skip
+             (transport.PeerMemory, "_copy"), (transport.PeerMemory, "_add"),
+             (SideNccl, "_gather"), (SideNccl, "_exchanged"), (SideNccl, "_reduced"), (SideNccl, "_follow"),
+             (SideNccl, "_recorded"))  # fmt: skip
     places = [*((cuda, name, current) for name in ENGINE), *((*method, last) for method in peers),
               (transport.PeerMemory, "all_to_all", current)]
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""NCCL between the ranks of fake_streams.py: collectives that begin when all ranks have come, and end when all have read.
+"""NCCL between the ranks of fake_streams.py: collectives begin when all ranks have come, and end when all have read.
 
 Every operation is three steps of its stream. It is offered; it writes what it receives, once all ranks that it needs
 have offered theirs; it ends when nobody reads from this rank any more. A communicator's operations follow each other in
@@ -17,11 +17,11 @@ NCCL_UINT8, NCCL_FLOAT32, NCCL_SUM = 1, 7, 0
 _open: list[list] = []  # calls of the group that is open
 
 
-def groupStart():  # noqa: N802
+def groupStart():
     _open.append([])
 
 
-def groupEnd():  # noqa: N802
+def groupEnd():
     calls = _open.pop()
     assert len({(id(comm), stream) for comm, stream, *_ in calls}) <= 1, "one communicator and one stream in a group"
     if calls:
@@ -51,10 +51,10 @@ class Communicator:
         self._machine, self._clique, self._rank = machine, clique, rank
         self._counts, self._last = defaultdict(int), None
 
-    def allGather(self, send, recv, count, dtype, stream):  # noqa: N802
+    def allGather(self, send, recv, count, dtype, stream):
         _open[-1].append((self, stream, "gather", send, recv, count))
 
-    def reduceScatter(self, send, recv, count, dtype, op, stream):  # noqa: N802
+    def reduceScatter(self, send, recv, count, dtype, op, stream):
         assert (dtype, op) == (NCCL_FLOAT32, NCCL_SUM)
         _open[-1].append((self, stream, "reduce", send, recv, count))
 
@@ -90,7 +90,7 @@ class Communicator:
             key = (self._rank, other) if kind == "send" else (other, self._rank)
         number = self._counts[key]
         self._counts[key] += 1
-        return table[*key, number]
+        return table[(*key, number)]
 
     def _is_met(self, operation, state):
         """Whether all ranks that it meets have come to a state."""

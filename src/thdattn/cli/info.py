@@ -36,14 +36,15 @@ def info() -> int:
     """Print what this machine has and what is missing; needs NumPy and ml_dtypes only."""
     try:
         comm = thdattn.comm.init("auto")
+        hosts = comm._gather_values(launcher.hostname())
         if comm.rank != 0:
             return 0
         engine, why = choose_engine("auto", comm)
         ranks = f"{comm.size}, backend {comm.name!r}"
         chosen = f"{engine.name}: {why}"
-        transport = _transport(comm)
+        machines, transport = _machines(hosts), _transport(comm)
     except RuntimeError as error:
-        ranks = transport = chosen = f"none: {error}"
+        ranks = machines = transport = chosen = f"none: {error}"
     packages = [
         Library("thdattn", thdattn.__version__, str(Path(thdattn.__file__).parent)),
         Library("Python", sys.version.split()[0], sys.executable),
@@ -58,6 +59,7 @@ def info() -> int:
         print(f"{label:<13} {text}")
     print(f"{'kernel cache':<13} {_kernel_cache()}")
     print(f"{'ranks':<13} {ranks}")
+    print(f"{'machines':<13} {machines}")
     print(f"{'transport':<13} {transport}")
     print(f"{'engine':<13} {chosen}")
     missing = [library.name for library in (*cuda, *mpi) if library.version is None]
@@ -204,7 +206,11 @@ def _gpus() -> list[str]:
 def _transport(comm: Comm) -> str:
     """Tell how these ranks exchange keys and values; for one process, how ranks on this machine would."""
     if isinstance(comm, NcclComm):
-        return f"nccl: {comm.no_peer_memory}" if comm.no_peer_memory else "peer: the GPUs read each other's memory"
+        if comm.reads_peers:
+            return "peer: the GPUs read each other's memory"
+        how = "beside kernels" if comm.overlaps else "before and after kernels"
+        inside = "; groups of comm.split within a machine try peer memory" if comm.spans_machines else ""
+        return f"nccl, {how}: {comm.no_peer_memory}{inside}"
     if comm.size > 1:
         return f"host arrays: {comm.no_gpus or f'a comm of backend {comm.name!r} moves no others'}"
     try:
@@ -222,6 +228,25 @@ def _transport(comm: Comm) -> str:
         others = f" (pairs like this: {len(blind)})" if len(blind) > 1 else ""
         return "nccl between ranks: GPU {} cannot read the memory of GPU {}".format(*blind[0]) + others
     return f"peer between ranks: GPUs 0 to {count - 1} read each other's memory"
+
+
+def _machines(hosts: Sequence[str]) -> str:
+    """List the machines and the ranks of each, given every rank's machine."""
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    return f"{len(ranks)}: " + ", ".join(f"{host} (rank{'s' * (len(x) > 1)} {_runs(x)})" for host, x in ranks.items())
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, such as "0-3, 8"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _kernel_cache() -> str:

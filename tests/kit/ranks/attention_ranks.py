@@ -16,9 +16,11 @@ import numpy as np
 import thdattn
 from thdattn.cli.check import Case
 from thdattn.comm.peer import transport as peer
+from thdattn.comm.side import transport as side
 from thdattn.methods import group_cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machines
 from cases import BFLOAT16, CASES, FIELDS, assemble, check, local_rows, random_inputs, to_host
 from ranks.comm_contract import join
 from ways import Way, inputs_of, on_host, step, ways
@@ -106,6 +108,29 @@ def run_hidden(comm: thdattn.comm.Comm, xp: Any) -> None:
                     check(case, BFLOAT16, assemble(plan.sharding, ranks))
 
 
+def run_bits(comm: thdattn.comm.Comm, xp: Any) -> None:
+    """Deterministic results by NCCL beside kernels have the bits of those by peer memory."""
+    assert comm.reads_peers
+    other = thdattn.comm.init(comm.name, transport="nccl")
+    assert other.overlaps and not other.reads_peers
+    case = Case("documents", (1500, 300, 31, 900, 40, 128, 700), heads=(8, 4), dims=(128, 128), slack=9)
+    for cp_comm_type, sharding in (("all_gather", "dual_chunk"), ("all_gather", "contiguous"),
+                                   ("all_gather", "balanced"), ("p2p", "dual_chunk"), ("a2a", "contiguous")):
+        for head_groups in (1, 2) if cp_comm_type == "a2a" else (1, 2, 4):
+            for keep_keys in (True, False):
+                found = []
+                for ranks in (comm, other, other):
+                    layer = case.attention(ranks, BFLOAT16, deterministic=True, cp_comm_type=cp_comm_type,
+                                           head_groups=head_groups, keep_keys=keep_keys)
+                    plan = layer.plan(Way(cp_comm_type, sharding, comm.size).batch(case), sharding)
+                    inputs = [inputs_of(case, plan, BFLOAT16, xp) for _ in range(2)]
+                    found.append([on_host(step(layer, plan, one)) for one in inputs])
+                same = all(x.tobytes() == each[field].tobytes() for steps in found[1:]
+                           for wanted, each in zip(found[0], steps, strict=True) for field, x in wanted.items())
+                assert same, f"{cp_comm_type} {sharding}, {head_groups} groups, {keep_keys=}"
+    other.close()
+
+
 def gather(comm: thdattn.comm.Comm, result: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     """Every rank's result, by other means than the comm itself."""
     if comm.name == "torch":
@@ -154,12 +179,14 @@ def disagree(comm: thdattn.comm.Comm, xp: Any) -> None:
 
 
 SCENARIOS = {
-    "cases": run_cases, "methods": run_methods, "hidden": run_hidden, "bad-input": fail_on_one_rank,
+    "cases": run_cases, "methods": run_methods, "hidden": run_hidden, "bits": run_bits, "bad-input": fail_on_one_rank,
     "disagree": disagree,
 }  # fmt: skip
 
 
 def main(scenarios: str, backend: str, size: str, transport: str = "auto") -> None:
+    machines.play_by_launcher()
+    side.WORTH_OVERLAPPING = 0
     comm = join(backend, int(size), transport)
     if "cuda" in comm.devices:
         import cupy as xp

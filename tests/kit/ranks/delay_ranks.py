@@ -11,17 +11,21 @@ from pathlib import Path
 import cupy
 
 import thdattn
+from thdattn.comm.side import transport as side
 from thdattn.methods import select
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import delays
+import machines
 
 
 def main(transport: str, size: str) -> None:
+    machines.play_by_launcher()
+    side.WORTH_OVERLAPPING = 0
     comm = thdattn.comm.init("nccl", transport=transport)
     assert comm.size == int(size) and comm.overlaps and comm.reads_peers == (transport == "peer")
     with cupy.cuda.Stream(non_blocking=True):
-        select.WORTH_GROUPS = 0  # by default, groups of 1, 1 and 2 kv heads
+        select.WORTH_GROUPS = select.NCCL_GROUPS[4] = 0  # by default, groups of 1, 1 and 2 kv heads, or of 1 each
         for head_groups in (1, 2, 4, None):
             for keep_keys in (False, True):
                 delays.check(cupy, comm, head_groups, keep_keys)

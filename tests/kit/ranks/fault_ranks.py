@@ -20,10 +20,15 @@ import numpy as np
 
 import thdattn
 from thdattn.comm import mpi, nccl
+from thdattn.comm.side import transport as side
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machines
 
 RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])  # before MPI knows it
 if "FAULT_HOSTS" in os.environ:  # each rank plays a machine
     os.environ["THDATTN_HOST"] = f"node{RANK}"
+machines.play(RANK)
 
 
 COMPUTE = """
@@ -101,13 +106,20 @@ def join(kind: str, place: str, backend: str, timeout: float) -> thdattn.comm.Co
 
 
 class Layer:
-    """One attention of a small pack, whose rank 1 fails at a place of its third step; "heads": before these travel."""
+    """One attention of a small pack, whose rank 1 fails at a place of its third step.
+
+    "heads": before these travel; "ahead": before a gather that kernels overlap.
+    """
 
     def __init__(self, comm: thdattn.comm.Comm, kind: str, place: str) -> None:
         self.comm, self.kind, self.place = comm, kind, "forward" if place == "heads" else place
         dtype = "bfloat16" if "cuda" in comm.devices else "float32"
         self.num_heads, method = (4, "a2a") if place == "heads" else (2, "all_gather")
-        self.attention = thdattn.CPAttention(comm, self.num_heads, 64, dtype=dtype, cp_comm_type=method)
+        groups = None
+        if "RANKS_PER_MACHINE" in os.environ:  # NCCL carries one head while the other is computed
+            side.WORTH_OVERLAPPING, groups = 0, 2
+        self.attention = thdattn.CPAttention(
+            comm, self.num_heads, 64, dtype=dtype, cp_comm_type=method, head_groups=groups)
         self.plan = self.attention.plan(thdattn.PackedBatch.from_lengths([70, 33, 9], 2 * comm.size))
         self.x = self.array(self.plan.local_rows)
 
@@ -130,9 +142,11 @@ class Layer:
             self.step(last=number == 2)
 
     def step(self, last: bool) -> None:
-        saved = None
+        saved = keys = None
+        if self.place == "ahead" and self.at("ahead", last):
+            keys = self.attention.gather(self.x, self.x, self.plan)
         if self.at("forward", last):
-            _, saved = self.attention.forward(self.x, self.x, self.x, self.plan)
+            _, saved = self.attention.forward(self.x, self.x, self.x, self.plan, keys=keys)
         if self.at("backward", last) and saved is not None:
             self.attention.backward(self.x, saved)
 

@@ -19,7 +19,6 @@ import numpy as np
 from thdattn.comm import Arrival, no_wait
 from thdattn.comm.failures.outcomes import Waiting, agreed
 from thdattn.comm.peer.layout import bytes_of, offsets, rounded_up
-from thdattn.comm.peer.reduce import add_up
 from thdattn.comm.side import communicator
 from thdattn.comm.side.memory import RECEIVED, SENT, SLICES, SUMS, Block, Blocks
 from thdattn.comm.slices import Slices, address, copy
@@ -203,12 +202,17 @@ class SideNccl:
             comm, stream = self._side, self._stream
         if self._adds_in_rank_order(in_rank_order):
             received = self._next(RECEIVED, summing.num_received, stream)
-            add_up(self._exchanged(comm, summing, received, stream), self.size, rows, results, stream)
+            self._add(self._exchanged(comm, summing, received, stream), self.size, rows, results, stream)
             received.last = self._recorded(stream)
         else:
-            add_up(self._reduced(comm, summing, stream), 1, rows, results, stream)
+            self._add(self._reduced(comm, summing, stream), 1, rows, results, stream)
         summing.block.last = self._recorded(stream)
         return no_wait if at_once else self._arrival(current)
+
+    def _add(self, partials: Any, num_partials: int, rows: Any, results: Sequence[Any], stream: Any) -> None:
+        from thdattn.comm.peer.reduce import add_up  # imports CuPy
+
+        add_up(partials, num_partials, rows, results, stream)
 
     def _adds_in_rank_order(self, wanted: bool) -> bool:
         """Return whether ranks exchange partial sums and each adds its own; else NCCL adds them, in its own order."""
