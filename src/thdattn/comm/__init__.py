@@ -95,9 +95,10 @@ def init(
             messages on it do no harm. The launcher's size is checked against COMM_WORLD only.
         timeout: seconds after which a collective that has not completed ends all ranks of the job, at most
             threading.TIMEOUT_MAX (centuries); groups inherit it. "single" waits for nobody.
-        transport: of keys, values and their gradients between GPUs: "peer", copies between the GPUs of one machine,
-            which overlap kernels; "nccl"; or "auto": peer where it works on all ranks. The comm's repr says which it
-            is, and why not peer. Other backends ignore it.
+        transport: of keys, values and their gradients between GPUs: "peer", copies between the GPUs of one machine;
+            "nccl", on a stream of its own; or "auto": peer where it works on all ranks. The comm's repr says which it
+            is, and why not peer. Both overlap kernels; THDATTN_NCCL_CTAS sets the thread blocks of NCCL's collectives
+            that do, 0: none does. Other backends ignore it.
         check: every collective first agrees, on the host, on operation, plan, shapes and dtype; a difference raises a
             ValueError on all ranks, which names the field and the ranks. One rank that asks for it decides for all, and
             THDATTN_CHECK=1 asks, too. Switch it on while a program is new, or when its ranks hang or differ; it makes

@@ -5,7 +5,8 @@ follows, and ranks exchange out and lse back. Every mask and pack is balanced, a
 
 The group may be the inner of two levels. Between groups another method exchanges the rows of a rank's heads, by the
 plan plan.core. Groups of heads are exchanged one after another, each while another is computed. An exchange that
-overlaps nothing, such as that of a single group, is asked for at once, which some comms perform in another way.
+overlaps nothing, such as that of a single group, is asked for at once, which some comms perform in another way. Between
+groups, all-gather takes all heads of a group at once and overlaps nothing; the ring overlaps its hops.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509; two levels: LoongTrain, arXiv:2406.18485.
 """

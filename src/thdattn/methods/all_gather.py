@@ -146,8 +146,8 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work + engine.forward_buffers(plan, layer))
     forward |= comm.gather_bytes([buffer.nbytes for buffer in own_rows], len(groups))
     backward = bytes_by_name(engine.backward_buffers(plan, layer, sum_dtype, "own" if comm.overlaps else "made"))
-    backward |= comm.sum_bytes([
-        [buffer.nbytes for buffer in gathered_buffers(plan, 0, 0, heads, sum_dtype)] for heads in groups], layer.deterministic)
+    sums = [[buffer.nbytes for buffer in gathered_buffers(plan, 0, 0, heads, sum_dtype)] for heads in groups]
+    backward |= comm.sum_bytes(sums, layer.deterministic)
     if comm.overlaps:
         backward["owners of keys"] = owners_bytes(plan)
     return layer.memory(plan, forward, backward, {"kept keys": total_bytes(kept)} if kept else {})
