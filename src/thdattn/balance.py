@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.packing import PackedBatch
+from thdattn.trees.balance import place_trees
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
@@ -63,15 +64,16 @@ def within_rank(rank: Ints, sizes: Ints) -> Ints:
 def balanced_runs(batch: PackedBatch, cp_size: int) -> Runs:
     """Return the runs of all ranks, cached per batch.
 
-    place_fold places tokens. Padding then fills every rank up to ceil(total_rows / cp_size) rows, in ascending order,
-    rank after rank, so that it never takes the place of tokens.
+    place_fold places tokens, and place_trees those of prefix trees. Padding then fills every rank up to
+    ceil(total_rows / cp_size) rows, in ascending order, rank after rank, so that it never takes the place of tokens.
     """
     return once(batch, cp_size, lambda: _runs(batch, cp_size))
 
 
 def _runs(batch: PackedBatch, cp_size: int) -> Runs:
     starts, lengths = batch.cu_seqlens_padded.astype(np.int64), batch.lengths.astype(np.int64)
-    rank, sequence, begin, end = place_fold(lengths, cp_size).T
+    placed = place_fold(lengths, cp_size) if batch.trees is None else place_trees(batch.trees, cp_size)
+    rank, sequence, begin, end = placed.T
     size = -(-batch.total_rows // cp_size)
     free = size - np.bincount(rank, end - begin, minlength=cp_size).astype(np.int64)
     gaps, stops = np.append(starts[:-1] + lengths, starts[-1]), np.append(starts[1:], batch.total_rows)
