@@ -6,7 +6,8 @@
                                    cp_comm_type="all_gather", sharding="balanced")
     both.forward, both.backward, both.total  # seconds
 
-`python -m thdattn advise` prints the same for all methods and shardings.
+`python -m thdattn advise` prints the same for all methods and shardings. `costs.scale.simulated`
+compares them on more and more ranks.
 """
 
 from thdattn.costs.model import H200, Both, Rates, predicted

@@ -1,0 +1,58 @@
+"""Simulated scaling: its table in docs/several_gpus.md, and its parts worked by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import scale
+
+from thdattn.costs.model import Rates, Shape
+from thdattn.costs.scale import simulated
+
+WRITE = "python benchmarks/scale.py writes the page"
+
+
+def lines_of_page():
+    page = scale.PAGE.read_text().partition("<!-- scale -->")[2].partition("<!-- /scale -->")[0]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+
+
+def test_page_has_what_is_simulated_for_many_ranks():
+    (lengths,) = [lengths for lengths in scale.PACKS.values() if len(lengths) > 1]
+    lines = lines_of_page()[-2:]
+    assert [scale.row(each) for each in simulated(lengths, (512, 1024), scale.SHAPE)] == lines, WRITE
+
+
+@pytest.mark.exhaustive
+def test_page_has_what_is_simulated():
+    tables = [scale.scaling(title, simulated(lengths, scale.RANKS, scale.SHAPE))
+              for title, lengths in scale.PACKS.items()]
+    assert scale.with_block(scale.PAGE.read_text(), "scale", "\n\n".join(tables)) == scale.PAGE.read_text(), WRITE
+
+
+def test_documents_of_one_rank_each_reach_all_but_their_tiles():
+    # 16 documents on 16 ranks of 2 machines: balanced rows send nothing, and every tile on the diagonal is half used.
+    rates = Rates(1e12, 1e12, link=1e9, between=1e9, memory=1e30, latency=0)
+    (found,) = simulated([1024] * 16, [16], Shape(8, 8, per_node=8), rates)
+    kind = "all_gather", "balanced"
+    pairs = 1024 * 1025 // 2
+    assert found.alone == pytest.approx(pairs * 8 * 256 * (2 + 5) / 1e12)
+    tiles, whole = 8 * 9 // 2, 128 * 128
+    starts = 8 * 3  # tiles of query rows in the backward, each as long as 3 tiles
+    used = pairs * 7 / (tiles * whole * 2 + (tiles + starts) * whole * 5)
+    assert found.share(kind) == pytest.approx(used)
+    assert found.best == kind and found.costs[kind].received.total == 0
+    assert found.overlapped == pytest.approx(used)
+    assert ("a2a", "contiguous") not in found.costs and found.share(("a2a", "contiguous")) == 0
+
+
+def test_neighbours_of_two_levels_are_on_one_machine():
+    for each in simulated([4096, 1000, 300], [2, 8, 16], Shape(16, 16, per_node=4)):
+        assert all(4 % cost.way.inner == 0 for cost in each.costs.values())
+        assert each.costs[each.best].seconds.total == min(cost.seconds.total for cost in each.costs.values())
+        assert 0 < each.share(each.best) <= each.overlapped <= 1
