@@ -56,6 +56,10 @@ def run_fuzz(capsys, *words):
     return status, capsys.readouterr().out
 
 
+def test_a_gpu_draws_no_trees():
+    assert not any(case.parents for case in cases(0, 320, "cuda"))
+
+
 # --- what is drawn -----------------------------------------------------------------------------------------------
 
 
@@ -81,6 +85,9 @@ def test_a_few_hundred_cases_cover_every_kind():
     assert any(0 in case.lengths and any(case.lengths) for case in drawn), "empty documents"
     assert any(not any(case.lengths) for case in drawn), "packs of nothing"
     assert any(case.slack for case in drawn) and any(case.padded > case.lengths for case in drawn)
+    trees = [case for case in drawn if case.parents]
+    assert {way for way in ways if way[0] == "all_gather"} <= {(case.method, case.sharding) for case in trees}
+    assert any(max(case.parents) > 1 and case.parents.count(-1) > 1 for case in trees), "forests with depth"
     rows = sorted(sum(case.padded) + case.slack for case in drawn)
     assert rows[len(rows) // 2] <= 300 < rows[-1]
 

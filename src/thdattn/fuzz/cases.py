@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ SHARDINGS = {"all_gather": ("dual_chunk", "contiguous", "balanced"), "a2a": ("co
              "p2p": ("dual_chunk", "contiguous"), "a2a+all_gather": ("dual_chunk", "contiguous", "balanced"),
              "a2a+p2p": ("dual_chunk", "contiguous")}  # fmt: skip
 FLOWS = (*["plain"] * 8, *["ahead", "split"] * 2, "layers", "replay", "varlen", "varlen", "decode")
+TREE_FLOWS, TREES = ("plain", "ahead", "split", "layers"), 0.2  # share of those cases whose sequences are trees
 MOST_HEADS, MANY_ROWS = 12, 600  # packs of more rows have a third of those heads
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)  # around the rows of tiles
 MAX_DRAWS = 1000
@@ -39,7 +40,9 @@ class FuzzCase:
         of a plan in flight at once), "replay" (graphs), "varlen" (varlen_attention), "decode" or "mixer".
     ranks: number of ranks.
     inner: ranks of a group where a method has two levels.
-    lengths, padded: tokens and rows of every sequence.
+    lengths, padded: tokens and rows of every sequence; of prefix trees, the tokens of every node.
+    parents, multiple: parents of the nodes of prefix trees, and the number that divides the rows of every tree; ():
+        sequences are no trees.
     slack: rows behind the last sequence.
     keys: lengths of the sequences' keys, for varlen; rows per call of every sequence, for decode.
     heads: (num_heads, num_kv_heads).
@@ -78,10 +81,22 @@ class FuzzCase:
     again: bool = False
     mixer: tuple[int, ...] = ()
     seed: int = 0
+    parents: tuple[int, ...] = ()
+    multiple: int = 1
+
+    @property
+    def tokens(self) -> PackedBatch:
+        """The packed batch without padding."""
+        if self.parents:
+            return PackedBatch.from_trees(self.lengths, self.parents)
+        return PackedBatch(offsets(self.lengths))
 
     @property
     def batch(self) -> PackedBatch:
         """The packed batch, with padding and slack."""
+        if self.parents:
+            trees = PackedBatch.from_trees(self.lengths, self.parents, self.multiple)
+            return trees.padded_to(trees.total_rows + self.slack)
         starts = offsets(self.padded)
         return PackedBatch(offsets(self.lengths), starts, total_rows=int(starts[-1]) + self.slack)
 
@@ -191,7 +206,7 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
     lengths = _lengths(rng, 60 if flow in ("replay", "decode") else 300)
     padded = lengths if flow == "varlen" else _padded(rng, lengths, _multiple(method, sharding, ranks, inner))
     heads = _heads(rng, method, ranks, inner, MOST_HEADS // (3 if sum(lengths) > MANY_ROWS else 1))
-    return FuzzCase(
+    case = FuzzCase(
         flow, ranks, inner, method, sharding, lengths, padded, 0 if flow == "varlen" else _slack(rng),
         _keys(rng, flow, lengths), heads, configuration.dims, configuration.dtype, causal, window,
         scale=_pick(rng, (1.0, 1.0, 0.5, 1.25)),
@@ -201,6 +216,8 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
         head_groups=_pick(rng, [0, 0, *_divisors(heads[1])]), finite=rng.random() < 0.2, max_logit=rng.random() < 0.5,
         again=rng.random() < 0.3 and (configuration.deterministic or not on_gpu), seed=seed,
     )  # fmt: skip
+    takes_trees = not on_gpu and flow in TREE_FLOWS and lengths
+    return _with_trees(rng, case) if takes_trees and rng.random() < TREES else case
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -279,6 +296,18 @@ def _padded(rng: Random, lengths: Sequence[int], multiple: int) -> tuple[int, ..
 
 def _slack(rng: Random) -> int:
     return 0 if rng.random() < 0.6 else int(rng.integers(1, 90))
+
+
+def _with_trees(rng: Random, case: FuzzCase) -> FuzzCase:
+    """Return the case with its sequences as nodes of prefix trees, of any depth and fan."""
+    parents: list[int] = []
+    path: list[int] = []
+    for node in range(len(case.lengths)):
+        path = path[: int(rng.integers(0, len(path) + 1))] if rng.random() < 0.7 else path
+        parents.append(path[-1] if path else -1)
+        path = [*path, node]
+    multiple = _multiple(case.method, case.sharding, case.ranks, case.inner) * _pick(rng, (1, 1, 3))
+    return replace(case, padded=(), parents=tuple(parents), multiple=multiple, causal=True, window=(-1, -1))
 
 
 def _keys(rng: Random, flow: str, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def judge(case: FuzzCase, by_rank: Sequence[Results]) -> Judgement:
 
 def _rows_of(case: FuzzCase) -> Array:
     """Return the packed rows of the tokens."""
-    packed = PackedBatch(offsets(case.lengths)) if case.flow in ("varlen", "decode") else case.batch
+    packed = case.tokens if case.flow in ("varlen", "decode") else case.batch
     return token_rows(packed)
 
 
@@ -126,7 +126,7 @@ class _Oracle:
     """Exact results for the tokens of a layer, and baselines, which are computed on first use."""
 
     def __init__(self, case: FuzzCase, inputs: Inputs) -> None:
-        self._batch, self._seed = PackedBatch(offsets(case.lengths)), case.seed
+        self._batch, self._seed = case.tokens, case.seed
         self.inputs = inputs._replace(dout=None) if case.flow == "decode" else inputs
         self._dtype = np.dtype(case.dtype)
         self._how: dict[str, Any] = {
@@ -314,7 +314,7 @@ class _MixerOracle:
 
     def __init__(self, case: FuzzCase) -> None:
         zxbcdt, weights, dout = mixer_inputs_of(case)
-        batch, sizes, dtype = PackedBatch(offsets(case.lengths)), mamba_oracle.Sizes(*case.mixer[:4]), case.dtype
+        batch, sizes, dtype = case.tokens, mamba_oracle.Sizes(*case.mixer[:4]), case.dtype
 
         def result(arrays: Sequence[Any], rounding: str | None = None) -> mamba_oracle.Result:
             return mamba_oracle.packed_mixer(batch, arrays[0], weights, arrays[1], sizes, rounding)
