@@ -90,7 +90,7 @@ def rank_zero_plan(sharding: thdattn.Sharding) -> thdattn.Plan:
     """Make the plan of rank 0 without the other ranks: the moves of all ranks are the same."""
     window, tiles = (-1, 0), (64, 64)
     arrays = cuda.plan_arrays(sharding, 0, window, tiles)
-    return thdattn.Plan(sharding, 0, window, (WIDTH, WIDTH), tiles, arrays, cuda)
+    return thdattn.Plan(sharding, 0, window, (WIDTH, WIDTH), tiles, arrays, cuda, sharding.batch)
 
 
 def check(direction: str, sources: list[Any], moved: tuple[Any, Any], plan: thdattn.Plan) -> None:

@@ -242,7 +242,7 @@ class CPAttention:
         if key_batch is not None:
             build.check_key_batch(key_batch, batch, self.comm.size)
         plan = Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
-                    self._engine, key_batch, as_like(like), as_bool("finite_padding", finite_padding))
+                    self._engine, key_batch or sharding.batch, as_like(like), as_bool("finite_padding", finite_padding))
         return build.with_core(plan, self._selection.inner)
 
     def _memory(self, plan: Plan) -> Memory:

@@ -27,9 +27,10 @@ def engines_and_plans(case, cp_size):
     sharding = thdattn.Sharding(case.batch(cp_size), cp_size, case.sharding)
     window, tiles = (-1, 0), (64, 64)
     return [
-        Plan(sharding, 0, window, case.dims, tiles, engine.plan_arrays(sharding, 0, window, tiles), engine)
+        Plan(sharding, 0, window, case.dims, tiles, engine.plan_arrays(sharding, 0, window, tiles), engine,
+             sharding.batch)
         for engine in (reference, cuda)
-    ]
+    ]  # fmt: skip
 
 
 def distinct(rows, shape, dtype, first):

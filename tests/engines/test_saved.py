@@ -251,7 +251,7 @@ def test_representations_read_no_array():
     batch = PackedBatch(Offsets(), total_rows=8)
     sharding = thdattn.Sharding(batch, 2)
     arrays = PlanArrays(*[OnAGpu()] * 9)
-    plan = Plan(sharding, 1, (-1, 0), (64, 64), (64, 64), arrays, SimpleNamespace(name="cuda"))
+    plan = Plan(sharding, 1, (-1, 0), (64, 64), (64, 64), arrays, SimpleNamespace(name="cuda"), sharding.batch)
     saved = thdattn.Saved(*[OnAGpu()] * 6, plan, {})
     assert repr(batch) == "<PackedBatch num_seqs=2, lengths on a GPU, total_rows=8>"
     for thing in (batch, sharding, arrays, plan, saved):

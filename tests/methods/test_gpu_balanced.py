@@ -100,7 +100,7 @@ def test_bytes_of_a_plan_are_those_of_its_arrays(cupy, monkeypatch, strategy, ke
 
     monkeypatch.setattr(launch, "empty", counted)
     arrays = cuda.plan_arrays(sharding, 0, (-1, 0), (64, 64), keys_of=keys_of)
-    plan = Plan(sharding, 0, (-1, 0), (64, 64), (64, 64), arrays, cuda, keys_of=keys_of)
+    plan = Plan(sharding, 0, (-1, 0), (64, 64), (64, 64), arrays, cuda, sharding.batch, keys_of=keys_of)
     assert cuda.plan_bytes(plan) == sum(x.nbytes for x in made) + arrays.offsets.nbytes
 
 

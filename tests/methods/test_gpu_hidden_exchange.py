@@ -81,7 +81,8 @@ def plan_and_inputs(cupy, dims, cp_rank=0):
     from thdattn.engines import cuda
 
     sharding, tiles = Sharding(PackedBatch.from_lengths(LENGTHS), 2, "balanced"), cuda.tiles(*dims)
-    plan = Plan(sharding, cp_rank, (-1, 0), dims, tiles, cuda.plan_arrays(sharding, cp_rank, (-1, 0), tiles), cuda)
+    arrays = cuda.plan_arrays(sharding, cp_rank, (-1, 0), tiles)
+    plan = Plan(sharding, cp_rank, (-1, 0), dims, tiles, arrays, cuda, sharding.batch)
     rng = np.random.default_rng(0)
     shapes = [(rows, heads, width) for rows, heads, width in (
         (plan.local_rows, 8, dims[0]), (plan.key_rows, 2, dims[0]), (plan.key_rows, 2, dims[1]),

@@ -248,7 +248,7 @@ def visible(batch, rows, keys, window):
 
 def plan_of(sharding, cp_rank, window, tiles=(16, 8), keys_of=None):
     arrays = host_arrays(sharding, cp_rank, window, tiles, keys_of=keys_of)
-    return Plan(sharding, cp_rank, window, (8, 8), tiles, arrays, reference, keys_of=keys_of)
+    return Plan(sharding, cp_rank, window, (8, 8), tiles, arrays, reference, sharding.batch, keys_of=keys_of)
 
 
 def assert_needed_rows(batch, cp_size, window):
@@ -466,7 +466,7 @@ def test_a_plan_that_is_asked_for_sizes_alone_knows_them():
     for rank in range(4):
         sharding = Sharding(batch, 4, "balanced")
         made = plan_of(sharding, rank, (-1, 0))
-        plan = Plan(sharding, rank, (-1, 0), (8, 8), (16, 8), NO_ARRAYS, reference)
+        plan = Plan(sharding, rank, (-1, 0), (8, 8), (16, 8), NO_ARRAYS, reference, sharding.batch)
         assert (plan.key_rows, plan.first_own) == (len(made.arrays.rows_of_keys), made.first_own)
         assert plan.num_tiles[1] == made.arrays.key_tiles.shape[1]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import thdattn
 from thdattn.kernels.configs import TILES
-from thdattn.plan.buffers import FLOAT32, INT32, Buffer, Kept
+from thdattn.plan.buffers import FLOAT32, INT32, Buffer
 from thdattn.plan.ranges import host_arrays
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
@@ -372,7 +372,7 @@ def test_work_on_another_stream_comes_after_the_making_and_before_what_takes_the
     plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
     plan.enter()  # of NumPy: nothing to be ordered
     engine = SimpleNamespace(enter=on_gpu.enter, capture=lambda: None)
-    made = replace(plan, arrays=replace(plan.arrays, stream=made_on), engine=engine, _kept=Kept())
+    made = replace(plan, arrays=replace(plan.arrays, stream=made_on), engine=engine)
     made.enter()
     current = Stream(3, log, capturing=True)
     made.enter()

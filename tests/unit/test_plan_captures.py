@@ -126,7 +126,7 @@ class Program:
 def plan_of(lengths):
     """A plan that has nothing but lengths on a GPU, or None."""
     engine = SimpleNamespace(capture=lambda: fake_cupy.current[0].capture, plan_backward=lambda plan: None)
-    return Plan(None, 0, (-1, -1), (8, 8), (1, 1), replace(NO_ARRAYS, lengths=lengths), engine)
+    return Plan(None, 0, (-1, -1), (8, 8), (1, 1), replace(NO_ARRAYS, lengths=lengths), engine, None)
 
 
 def captured(function):

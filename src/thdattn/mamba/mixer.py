@@ -186,8 +186,9 @@ class Mamba2Mixer:
     ) -> Plan:
         """Return a plan without its arrays."""
         dims = self.head_dim, self.head_dim
-        return Plan(self.sharding(batch, sharding), self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS,
-                    self._engine, None, as_like(like), as_bool("finite_padding", finite_padding))
+        sharding = self.sharding(batch, sharding)
+        return Plan(sharding, self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS,
+                    self._engine, sharding.batch, as_like(like), as_bool("finite_padding", finite_padding))
 
     def forward(self, zxbcdt: Any, weights: Mamba2Weights, plan: Plan) -> tuple[Any, Mamba2Saved]:
         """Compute the mixer over this rank's rows. Collective.
@@ -288,7 +289,7 @@ class Mamba2Mixer:
         wanted = {"cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": CAUSAL, "engine": self.engine}
         made = {name: plan.made_for[name] for name in wanted}
         check_same("plan was made for", made, wanted, "make it with this mixer's plan(batch)")
-        if plan.key_batch is not plan.batch:
+        if plan.is_cross:
             raise ValueError("plan has keys of their own, wanted those of the queries; make it with this mixer's "
                              "plan(batch)")
         if refusal := _refused_trees(plan):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from thdattn.packing import PackedBatch
-from thdattn.plan.buffers import Buffers, Kept
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding
 
@@ -19,7 +18,7 @@ def with_core(plan: Plan, inner: int) -> Plan:
     if inner == 1:
         return plan
     rows = plan.sharding.outer or Sharding(plan.batch, 1, "contiguous")
-    core = replace(plan, sharding=rows, cp_rank=plan.cp_rank // inner, _kept=Kept(), _buffers=Buffers())
+    core = replace(plan, sharding=rows, key_batch=rows.batch, cp_rank=plan.cp_rank // inner)
     return replace(plan, core=core)
 
 
@@ -73,7 +72,7 @@ def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:
     """
     sharding = plan.sharding
     fields = {"sharding": sharding.strategy, "inner": sharding.inner, **asked}
-    keys = {} if plan.key_batch is plan.batch else plan.key_batch.described()
+    keys = plan.key_batch.described() if plan.is_cross else {}
     return {**fields, **plan.batch.described(), **{f"key_batch.{name}": field for name, field in keys.items()}}
 
 
@@ -98,7 +97,7 @@ def with_arrays(plan: Plan, lengths: Any = None) -> Plan:
         lengths: for the core of a plan with lengths on a GPU, that plan's DeviceLengths.
     """
     if plan.core is None or plan.sharding.outer is None:
-        key_batch = None if plan.key_batch is plan.batch else plan.key_batch
+        key_batch = plan.key_batch if plan.is_cross else None
         arrays = plan.engine.plan_arrays(
             plan.sharding, plan.cp_rank, plan.window, plan.tiles, key_batch, lengths=lengths)
         return replace(plan, arrays=arrays, core=plan.core and with_arrays(plan.core, arrays.lengths))

@@ -100,6 +100,8 @@ class Plan:
         tiles: (rows per query tile, rows per key tile) that query_tiles and key_tiles are made for.
         arrays: the PlanArrays.
         engine: engines.reference or engines.cuda.
+        key_batch: the batch of the keys: `batch` itself, except in cross-attention.
+        like, finite_padding: as CPAttention.plan got them.
         keys_of: the rank whose local rows, in local order, are the key buffer. None: the key buffer has the rows of all
             ranks in sequence order, or, where the sharding is by_runs, the rows that this rank's queries see.
         core: the plan of the attention over all rows of the group, where ranks exchange heads; None elsewhere. The
@@ -113,14 +115,14 @@ class Plan:
     tiles: tuple[int, int]
     arrays: PlanArrays
     engine: Engine
-    _key_batch: PackedBatch | None = None
-    _like: PackedBatch | None = None
-    _finite_padding: bool = False
+    key_batch: PackedBatch
+    like: PackedBatch | None = None
+    finite_padding: bool = False
     keys_of: int | None = None
     core: Plan | None = None
     _handle: Any = field(init=False)  # thdattn.torch finds the plan by it in code that torch.compile made
-    _kept: Kept = field(default_factory=Kept)
-    _buffers: Buffers = field(default_factory=Buffers)  # shared by the plan of all keys and those of slices
+    _kept: Kept = field(init=False, default_factory=Kept)
+    _buffers: Buffers = field(init=False, default_factory=Buffers)
 
     def __post_init__(self) -> None:
         give_handle(self)
@@ -129,7 +131,7 @@ class Plan:
             self.engine.plan_backward(self)
 
     def __repr__(self) -> str:
-        keys = "" if self._key_batch is None else f"keys={self._key_batch!r}, "
+        keys = f"keys={self.key_batch!r}, " if self.is_cross else ""
         return (f"<Plan cp_rank={self.cp_rank}, {self.sharding!r}, {self.batch!r}, {keys}window={self.window}, "
                 f"head_dims={self.head_dims}, engine={self.engine_name!r}>")
 
@@ -152,9 +154,9 @@ class Plan:
         return self.sharding.batch
 
     @property
-    def key_batch(self) -> PackedBatch:
-        """The batch of the keys: `batch` itself, except in cross-attention."""
-        return self._key_batch or self.batch
+    def is_cross(self) -> bool:
+        """True for cross-attention: keys have lengths of their own."""
+        return self.key_batch is not self.batch
 
     @property
     def has_trees(self) -> bool:
@@ -179,7 +181,7 @@ class Plan:
     @property
     def local_key_rows(self) -> int:
         """Rows of k and v that every rank stores, fillers included: local_rows, except in cross-attention."""
-        return self.local_rows if self._key_batch is None else -(-self._key_batch.total_rows // self.cp_size)
+        return -(-self.key_batch.total_rows // self.cp_size) if self.is_cross else self.local_rows
 
     @property
     def key_rows(self) -> int:
@@ -209,7 +211,9 @@ class Plan:
         arrays, of = self.arrays, (self.sharding, self.cp_rank, self.window, self.tiles)
         if arrays is not NO_ARRAYS:
             arrays = self.engine.plan_arrays(*of, keys_of=rank, lengths=arrays.lengths)
-        return replace(self, arrays=arrays, keys_of=rank, _kept=Kept())
+        part = replace(self, arrays=arrays, keys_of=rank)
+        object.__setattr__(part, "_buffers", self._buffers)
+        return part
 
     @cached_property
     def needs_own_rows(self) -> bool:
@@ -245,7 +249,7 @@ class Plan:
         window. In another rank's rows (keys_of) they also are keys that only other ranks' queries see.
         """
         if self.keys_of is not None and self.cp_size > 1:
-            return not self._finite_padding
+            return not self.finite_padding
         if self.sharding.by_runs:
             return False
         return self._hides(self.key_rows, self.key_batch, self.batch, transposed(self.window))
@@ -264,11 +268,11 @@ class Plan:
 
         In cross-attention it is None, because some tokens may see no key.
         """
-        return None if self._key_batch is not None else self.sharding.leading_tokens(self.cp_rank)
+        return None if self.is_cross else self.sharding.leading_tokens(self.cp_rank)
 
     def _hides(self, num_rows: int, batch: PackedBatch, other: PackedBatch, window: tuple[int, int]) -> bool:
         """Return whether any of the rows holds no token of batch, or a token that sees no token of other."""
-        if self._finite_padding:
+        if self.finite_padding:
             return False
         if batch.on_device or batch.total_tokens < num_rows:
             return True
@@ -308,7 +312,7 @@ class Plan:
 
         With keys_of it is an equal share of the pairs, as if all ranks' keys had as many.
         """
-        batch = self._like if self.batch.on_device else self.batch
+        batch = self.like if self.batch.on_device else self.batch
         if batch is None:
             return None
         pairs = visible_pairs(batch, self.key_batch if batch is self.batch else batch, self.window)

@@ -331,7 +331,7 @@ def _num_ordered(sharding: Sharding, key_batch: PackedBatch | None) -> int:
 
 def plan_bytes(plan: Plan) -> int:
     """Return the bytes of the arrays of a plan that shares none with another plan."""
-    batch, cross = plan.batch, None if plan.key_batch is plan.batch else plan.key_batch
+    batch, cross = plan.batch, plan.key_batch if plan.is_cross else None
     offsets = batch.num_seqs + 1
     checks = 4 * offsets + 1 if batch.on_device else 2 * offsets * (1 if cross is None else 2)
     ints = (checks + _num_ordered(plan.sharding, cross) + plan.local_rows + 2 * (plan.local_rows + plan.key_rows)

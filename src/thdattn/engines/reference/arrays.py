@@ -97,7 +97,7 @@ def plan_arrays(
 def plan_bytes(plan: Plan) -> int:
     """Return the bytes of the arrays of a plan."""
     rows, all_rows = plan.local_rows, plan.cp_size * plan.local_rows
-    ordered = all_rows if plan.cp_size > 1 else 0 if plan.key_batch is plan.batch else plan.key_rows
+    ordered = all_rows if plan.cp_size > 1 else plan.key_rows if plan.is_cross else 0
     return 4 * (4 * rows + 2 * plan.key_rows + ordered + 2 * sum(plan.num_tiles) + key_side_ints(plan)) + rows
 
 
