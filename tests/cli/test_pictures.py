@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from launch import SOURCE
+from tree_cases import sees
 
 import thdattn
 from thdattn.costs.model import Shape, Way, cost
@@ -16,6 +17,7 @@ pytest.importorskip("matplotlib")
 sys.path.append(str(SOURCE.parent / "docs" / "pictures"))
 
 import context_parallel
+import trees
 
 
 @pytest.mark.parametrize("strategy", list(context_parallel.PANELS))
@@ -35,6 +37,11 @@ def test_rows_that_the_picture_calls_gathered_are_those_that_move(strategy):
     assert max(gathered) * 2 * 64 * 2 == cost(batch, 4, layer, Way("all_gather", strategy)).received.forward
 
 
-def test_the_picture_is_drawn(tmp_path):
-    context_parallel.draw(tmp_path / "picture.png")
+def test_the_mask_of_the_trees_is_that_of_their_parents():
+    np.testing.assert_array_equal(trees.mask(), sees(trees.LENGTHS, trees.PARENTS))
+
+
+@pytest.mark.parametrize("picture", [context_parallel, trees])
+def test_the_picture_is_drawn(picture, tmp_path):
+    picture.draw(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -15,6 +15,7 @@ from tree_cases import MIXED, TREES, random_case, sees, unrolled
 import thdattn
 from thdattn import CPAttention, PackedBatch, oracle
 from thdattn.comm import run_local
+from thdattn.costs import predicted
 from thdattn.plan.build import refused_trees
 from thdattn.plan.mask import visible_pairs
 from thdattn.plan.ranges import host_arrays
@@ -264,3 +265,8 @@ def test_the_cuda_engine_refuses_trees_by_name():
     on_gpu = replace(plan, engine=SimpleNamespace(name="cuda"))
     assert "batch has trees and engine is 'cuda', wanted 'reference'" in refused_trees(on_gpu)
     assert refused_trees(plan) == refused_trees(replace(on_gpu, sharding=layer.sharding(PackedBatch([0, 4])))) == ""
+
+
+def test_the_cost_model_refuses_trees():
+    with pytest.raises(ValueError, match="batch has trees, wanted sequences, as the model"):
+        predicted(MIXED.batch(2), 2, 8, 64, 8, "all_gather", "dual_chunk")

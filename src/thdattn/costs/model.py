@@ -172,8 +172,11 @@ def cost(batch: PackedBatch, cp_size: int, shape: Shape, way: Way, rates: Rates 
     """Predict the costs of one layer in one way.
 
     Raises:
-        TypeError, ValueError: as CPAttention and its plan, where the way cannot work.
+        TypeError, ValueError: as CPAttention and its plan, where the way cannot work; also a ValueError for trees.
     """
+    if batch.trees is not None:
+        raise ValueError("batch has trees, wanted sequences, as the model knows the kernels' times for these alone; "
+                         "pass a batch of the paths (PackedBatch.paths)")
     layer = _Layer.of(batch, cp_size, shape, way)
     pairs, tiles = pairs_and_tiles(layer.core.sharding, layer.core.window)
     received = [sum(moves.received() for moves in level) for level in layer.moves()]
