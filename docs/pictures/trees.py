@@ -35,7 +35,8 @@ def mask() -> np.ndarray:
     plan = attn.plan(batch())
     (begin, end), query_end = plan.key_ranges.T[..., None], plan.query_ranges[:, 1]
     query, key = np.arange(plan.local_rows)[:, None], np.arange(plan.key_rows)
-    return (begin <= key) & (key < end) & (query < query_end)
+    seen: np.ndarray = (begin <= key) & (key < end) & (query < query_end)
+    return seen
 
 
 def draw(path: Path) -> None:
