@@ -11,9 +11,9 @@ import numpy as np
 
 from thdattn.arguments import as_count, check_kind
 from thdattn.engines import Engine
-from thdattn.plan.buffers import Kept
 from thdattn.plan.mask import most_in_sight
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import Kept
 
 T = TypeVar("T")
 

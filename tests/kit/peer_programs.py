@@ -30,8 +30,7 @@ from thdattn.engines import AttentionOptions, BackwardInputs, ForwardInputs
 from thdattn.jit.structs import RANK_FLAGS
 from thdattn.methods import all_gather
 from thdattn.methods.base import MethodOptions
-from thdattn.plan import plan as plans
-from thdattn.plan.buffers import Buffers, pair_of
+from thdattn.plan.workspace import Workspace, pair_of
 
 HEADS, WIDTH = 4, 2
 GROUPS = (2, 2), (1, 1, 1, 1), (1, 3), (1, 1, 2)
@@ -112,7 +111,7 @@ class Engine:
         self._may_fail("attention")
         dout, _, k, v, out, _, plan = inputs
         most = len(k), max(options.head_groups)
-        dk, dv = (plan.buffer(x, k.shape) for x in pair_of("partials", most, plan.head_dims, outputs.kv_dtype))
+        dk, dv = (plan.workspace.array(x, k.shape) for x in pair_of("partials", most, plan.head_dims, outputs.kv_dtype))
         self.machine.stream.launch(attend, outputs.dq, dk, dv, dout, k, v, out)
         if outputs.owners is None:
             return outputs.dq, dk, dv
@@ -126,10 +125,10 @@ class Engine:
 
 class Plan:
     head_dims = WIDTH, WIDTH
-    key_buffers = plans.Plan.key_buffers
 
     def __init__(self, engine, rank, size, local_rows):
-        self.engine, self._kept, self._buffers = engine, {}, Buffers()
+        self.engine, self._kept = engine, {}
+        self.workspace = Workspace(SimpleNamespace(empty=engine.poisoned))
         self.cp_rank, self.cp_size, self.local_key_rows, self.key_rows = rank, size, local_rows, size * local_rows
         self.rank_order = np.random.default_rng(local_rows).permutation(self.key_rows)
         self.rows = engine.empty((local_rows,), np.int64)
@@ -141,8 +140,6 @@ class Plan:
     def make(self, launches):
         launches()
 
-    def buffer(self, buffer, shape=None):
-        return self._buffers.get(self.engine.poisoned, buffer, shape)
 
 
 # --- a rank's program --------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_what_is_said_is_what_is_kept_and_shared(dtype, keep, norm):
         arrays = {id(x): x for x in vars(plan.arrays).values() if x is not None}
         assert memory["plan"] == nbytes(arrays.values())
         elsewhere = memory["plan"] + (0 if keep else memory["activations"])
-        assert memory.work - elsewhere == nbytes(plan._buffers.arrays())
+        assert memory.work - elsewhere == nbytes(plan.workspace.arrays())
 
     for ranks in (1, RANKS):
         thdattn.comm.run_local(ranks, program)
@@ -138,8 +138,8 @@ def test_grids_have_room_for_rows(launches, rows):
     from thdattn.mamba.cuda import backward, forward
 
     shape = MixerShape(*GPU_SIZES, 4, BFLOAT16)
-    plan = SimpleNamespace(local_rows=rows, cp_rank=0, cp_size=1, key_ranges=None, buffer=lambda *args: None)
-    plan.arrays = plan
+    plan = SimpleNamespace(local_rows=rows, cp_rank=0, cp_size=1, key_ranges=None)
+    plan.arrays, plan.workspace = plan, SimpleNamespace(array=lambda buffer: None)
     tiles = {forward._conv(column, plan, shape).grid: 256 for column in (0, shape.d_inner)}
     tiles |= {backward._conv_bwd(plan, shape)[0].grid: 64}
     if not launches.engine.launch.this_gpu().sm90:

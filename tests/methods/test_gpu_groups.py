@@ -50,7 +50,7 @@ def inputs_of(cupy, layer, plan, seed):
 
 def poison(plan):
     """What calls have left in work buffers becomes NaN, or -1."""
-    for x in plan._buffers.arrays():
+    for x in plan.workspace.arrays():
         if x.size:
             x.data.memset_async(0xFF, x.nbytes)
 
@@ -114,11 +114,11 @@ def test_a_graph_finds_its_buffers_after_calls_of_other_heads(cupy, comm):
     stream.begin_capture()
     found = [step(layer, plan, static) for _ in range(2)]  # a window has its second turn
     graph = stream.end_capture()
-    before = [(x.data.ptr, x.nbytes) for x in plan._buffers.arrays()]
+    before = [(x.data.ptr, x.nbytes) for x in plan.workspace.arrays()]
     for heads, deterministic in (((8, 8), False), ((32, 16), True), ((16, 8), False)):
         other = attention(comm, heads=heads, deterministic=deterministic, keep_keys=False)
         step(other, plan, inputs_of(cupy, other, plan, 5))
-    assert [(x.data.ptr, x.nbytes) for x in plan._buffers.arrays()][: len(before)] == before
+    assert [(x.data.ptr, x.nbytes) for x in plan.workspace.arrays()][: len(before)] == before
     for one in (*inputs, inputs[1]):
         for x, y in zip(static, one, strict=True):
             x[...] = y

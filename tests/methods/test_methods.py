@@ -301,7 +301,7 @@ def test_results_are_new_arrays_and_inputs_are_left_as_they_were(way):
                 assert not any(np.shares_memory(x, other) for other in made if x.size)
                 made.append(x)
         assert [x.tobytes() for x in inputs] == before
-        buffers = [*plan._buffers.arrays(), *(plan.core or plan)._buffers.arrays()]
+        buffers = [*plan.workspace.arrays(), *(plan.core or plan).workspace.arrays()]
         assert not any(np.shares_memory(x, buffer) for x in made for buffer in buffers)
 
     thdattn.comm.run_local(way.cp_size, program)

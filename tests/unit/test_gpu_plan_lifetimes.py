@@ -11,8 +11,8 @@ from cases import BFLOAT16, to_host
 from test_gpu_plan import SINGLE, assert_arrays, on_gpu, results
 
 import thdattn
-from thdattn.plan.buffers import FLOAT32, Buffer
 from thdattn.plan.ranges import host_arrays
+from thdattn.plan.workspace import FLOAT32, Buffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
@@ -45,7 +45,8 @@ def test_plans_of_a_batch_share_what_masks_have_in_common(cupy):
             for field in ("key_ranges", "query_ranges", "query_tiles", "key_tiles"):
                 assert getattr(plan.arrays, field).data.ptr != getattr(causal.arrays, field).data.ptr, field
         assert attention_of(comm).plan(batch).arrays is causal.arrays
-        buffers = [plan.buffer(Buffer("x", (8,), FLOAT32)) for plan in (causal, attention_of(comm).plan(batch))]
+        buffer = Buffer("x", (8,), FLOAT32)
+        buffers = [plan.workspace.array(buffer) for plan in (causal, attention_of(comm).plan(batch))]
         assert buffers[0].data.ptr != buffers[1].data.ptr, "work buffers are a plan's own"
         for apart in (attention_of(comm).plan(other), attention_of(comm).plan(batch, "contiguous")):
             assert apart.arrays.positions.data.ptr != causal.arrays.positions.data.ptr

@@ -14,7 +14,7 @@ import thdattn
 from thdattn import PackedBatch
 from thdattn.comm import Comm
 from thdattn.engines import reference
-from thdattn.plan.buffers import FLOAT32, Buffer
+from thdattn.plan.workspace import FLOAT32, Buffer
 
 BATCH = PackedBatch.from_lengths([13, 0, 30, 4], multiple=4)
 RANKS, HEADS, KV_HEADS, DIM, V_DIM = 2, 8, 4, 24, 16

@@ -12,8 +12,8 @@ from cases import BFLOAT16
 import thdattn
 from thdattn import PackedBatch
 from thdattn.costs.model import OnPaper
-from thdattn.plan.buffers import FLOAT32, INT32, Buffer, Buffers, bytes_by_name
 from thdattn.plan.ranges import host_arrays
+from thdattn.plan.workspace import FLOAT32, INT32, Buffer, Workspace, bytes_by_name
 
 pytest.importorskip("cupy")
 from thdattn.engines import cuda, select
@@ -128,23 +128,23 @@ def test_launches_of_all_groups_take_what_is_said(monkeypatch, dims, determinist
 
 
 def test_smaller_arrays_begin_where_their_buffer_does():
-    buffers, made = Buffers(), []
+    made = []
 
     def empty(shape, dtype):
         made.append(np.empty(shape, dtype))
         return made[-1]
 
-    declared = Buffer("x", (5, 4), FLOAT32)
-    small, large = (buffers.get(empty, declared, shape) for shape in ((3, 2), (5, 4)))
+    workspace, declared = Workspace(SimpleNamespace(empty=empty)), Buffer("x", (5, 4), FLOAT32)
+    small, large = (workspace.array(declared, shape) for shape in ((3, 2), (5, 4)))
     assert [x.shape for x in made] == [(5, 4)] and large is made[0] and small.shape == (3, 2)
     large[...] = np.arange(20).reshape(5, 4)
     assert small.tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert buffers.get(empty, declared, (3, 2)) is small and buffers.get(empty, declared) is large
+    assert workspace.array(declared, (3, 2)) is small and workspace.array(declared) is large
     for other in (Buffer("x", (3, 2), FLOAT32), Buffer("y", (5, 4), FLOAT32), Buffer("x", (5, 4), INT32)):
-        assert not np.shares_memory(buffers.get(empty, other, (3, 2)), large)
-    assert sum(x.nbytes for x in buffers.arrays()) == sum(x.nbytes for x in made)
+        assert not np.shares_memory(workspace.array(other, (3, 2)), large)
+    assert sum(x.nbytes for x in workspace.arrays()) == sum(x.nbytes for x in made)
 
 
 def test_an_array_larger_than_its_buffer_is_an_error():
     with pytest.raises(ValueError, match="cannot reshape"):
-        Buffers().get(np.empty, Buffer("x", (5, 4), FLOAT32), (6, 4))
+        Workspace(np).array(Buffer("x", (5, 4), FLOAT32), (6, 4))

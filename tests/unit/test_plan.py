@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import thdattn
 from thdattn.kernels.configs import TILES
-from thdattn.plan.buffers import FLOAT32, INT32, Buffer
 from thdattn.plan.ranges import host_arrays
+from thdattn.plan.workspace import FLOAT32, INT32, Buffer
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
 
@@ -408,12 +408,12 @@ def test_what_is_asked_of_lengths_on_another_stream_comes_after_the_making(monke
 
 def test_work_buffers_are_made_once_per_declaration():
     plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
-    buffer = plan.buffer(Buffer("x", (3, 2), FLOAT32))
+    buffer = plan.workspace.array(Buffer("x", (3, 2), FLOAT32))
     assert buffer.shape == (3, 2) and buffer.dtype == np.float32
-    assert plan.buffer(Buffer("x", (3, 2), np.dtype(np.float32))) is buffer
+    assert plan.workspace.array(Buffer("x", (3, 2), np.dtype(np.float32))) is buffer
     for other in (Buffer("y", (3, 2), FLOAT32), Buffer("x", (2, 3), FLOAT32), Buffer("x", (3, 2), INT32),
                   Buffer("x", (3, 2), FLOAT32, "part")):  # fmt: skip
-        other = plan.buffer(other)
+        other = plan.workspace.array(other)
         assert other is not buffer and not np.shares_memory(other, buffer)
 
 

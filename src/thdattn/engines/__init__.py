@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from thdattn.engines import cuda, reference
     from thdattn.kv_cache import KVCache
     from thdattn.packing import PackedBatch
-    from thdattn.plan.buffers import Buffer
     from thdattn.plan.memory import Layer
     from thdattn.plan.plan import Plan, PlanArrays
+    from thdattn.plan.workspace import Buffer
     from thdattn.sharding import Sharding
 
 Array = Any  # a NumPy array for `reference`, a CuPy array for `cuda`

@@ -13,8 +13,8 @@ from thdattn.engines import Array
 if TYPE_CHECKING:
     from thdattn.mamba import cuda, reference
     from thdattn.mamba.shape import Activations, Mamba2Weights, MixerShape
-    from thdattn.plan.buffers import Buffer
     from thdattn.plan.plan import Plan
+    from thdattn.plan.workspace import Buffer
 
 Gradients = Any  # an engine's own arrays of gradients, from its mixer_gradients
 

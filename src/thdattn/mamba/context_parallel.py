@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
-from thdattn.plan.buffers import Buffer, bytes_by_name, total_bytes
 from thdattn.plan.memory import Memory
+from thdattn.plan.workspace import Buffer, bytes_by_name, total_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -172,7 +172,7 @@ def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]
 
     Through peer memory the rows of this rank itself are missing, as no rank reads its own.
     """
-    recv = plan.buffer(_of_ranks(name, plan, send))
+    recv = plan.workspace.array(_of_ranks(name, plan, send))
     (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]], at_once=False)
     return recv, Pending(arrival.wait, recv)
 

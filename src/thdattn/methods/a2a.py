@@ -26,8 +26,8 @@ from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.engines import Array, BackwardInputs, ForwardInputs
 from thdattn.methods.base import Method, MethodOptions, Results, joined, lse_dtype
-from thdattn.plan.buffers import pair_of, total_bytes
 from thdattn.plan.memory import Layer, Memory
+from thdattn.plan.workspace import pair_of, total_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm

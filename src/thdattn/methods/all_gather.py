@@ -24,10 +24,10 @@ import numpy as np
 
 from thdattn.comm import Arrival
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
-from thdattn.methods.base import MethodOptions, Results, joined, lse_dtype
-from thdattn.plan.buffers import Buffer, bytes_by_name, pair_of, total_bytes
+from thdattn.methods.base import MethodOptions, Results, joined, key_buffers, lse_dtype
 from thdattn.plan.memory import Layer, Memory
 from thdattn.plan.owners import owners_bytes, places_of_keys
+from thdattn.plan.workspace import Buffer, bytes_by_name, pair_of, total_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -103,7 +103,7 @@ class GatheredKV:
         shapes = [(plan.key_rows, *x.shape[1:]) for x in (k, v)]
         if keep:
             return [plan.engine.empty(shape, k.dtype) for shape in shapes]
-        return [*map(plan.buffer, plan.key_buffers(max(self.heads), k.dtype), shapes)]
+        return [*map(plan.workspace.array, key_buffers(plan, max(self.heads), k.dtype), shapes)]
 
 
 def gather(
@@ -139,9 +139,9 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     in_place = int(comm.reads_peers)  # the first group of keys
     work = [buffer for group, heads in [*enumerate(groups)][in_place:]
             for buffer in gathered_buffers(plan, 0, group, heads, layer.dtype)]  # fmt: skip
-    kept = plan.key_buffers(layer.num_kv_heads, layer.dtype) if layer.keeps_keys else []
+    kept = key_buffers(plan, layer.num_kv_heads, layer.dtype) if layer.keeps_keys else []
     if not kept:
-        work += plan.key_buffers(max(groups), layer.dtype)
+        work += key_buffers(plan, max(groups), layer.dtype)
     own_rows = pair_of("own rows", (plan.local_key_rows, layer.num_kv_heads), plan.head_dims, layer.dtype)
     forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work + engine.forward_buffers(plan, layer))
     forward |= comm.gather_bytes([buffer.nbytes for buffer in own_rows], len(groups))
@@ -205,7 +205,7 @@ class _Places(Sequence[list[Array]]):
         if not 0 <= group < len(self):
             raise IndexError(group)
         plan, heads = self._plan, self._groups[group]
-        return [*map(plan.buffer, gathered_buffers(plan, self._turn, group, heads, self._dtype))]
+        return [*map(plan.workspace.array, gathered_buffers(plan, self._turn, group, heads, self._dtype))]
 
 
 def forward(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from thdattn.engines import Array, AttentionOptions, BackwardInputs, ForwardInputs
+from thdattn.plan.workspace import Buffer, pair_of
 
 if TYPE_CHECKING:
     from thdattn.plan.memory import Layer, Memory
@@ -72,6 +73,11 @@ class Method(Protocol):
     def memory(self, comm: Any, plan: Plan, layer: Layer) -> Memory:
         """Return the bytes of all buffers of forward and backward for a layer; the plan needs no arrays."""
         ...
+
+
+def key_buffers(plan: Plan, num_kv_heads: int, dtype: np.dtype[Any]) -> list[Buffer]:
+    """Declare keys and values in sequence order, of some heads."""
+    return pair_of("keys in sequence order", (plan.key_rows, num_kv_heads), plan.head_dims, dtype)
 
 
 @functools.cache

@@ -24,9 +24,9 @@ from numpy.typing import DTypeLike, NDArray
 from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
-from thdattn.methods.base import MethodOptions, Results, lse_dtype
-from thdattn.plan.buffers import Buffer, bytes_by_name, pair_of, total_bytes
+from thdattn.methods.base import MethodOptions, Results, key_buffers, lse_dtype
 from thdattn.plan.memory import Layer, Memory
+from thdattn.plan.workspace import Buffer, bytes_by_name, pair_of, total_bytes
 
 if TYPE_CHECKING:
     from thdattn.balance import Ints
@@ -113,7 +113,7 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     windows = [{} if sizes is None else comm.exchange_bytes(sizes, 0) for sizes in (
         _sizes(comm, routes, heads * sum(plan.head_dims) * dtype.itemsize, back=back)
         for dtype, back in ((layer.dtype, False), (sum_dtype, True)))]
-    needed = [] if plan.needs_own_rows else plan.key_buffers(heads, layer.dtype)
+    needed = [] if plan.needs_own_rows else key_buffers(plan, heads, layer.dtype)
     work = messages("rows under way", layer.dtype) + engine.forward_buffers(plan, layer)
     forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work if layer.keeps_keys else needed + work)
     forward |= {name: max(each.get(name, 0) for each in windows) for name in windows[1]}  # one for both, as it grows
@@ -139,7 +139,7 @@ def _send(
     """
     assert plan.routes is not None
     engine, routes = plan.engine, plan.routes
-    sends, recvs = ([*map(plan.buffer, rows("rows under way", plan, k.shape[1], k.dtype))]
+    sends, recvs = ([*map(plan.workspace.array, rows("rows under way", plan, k.shape[1], k.dtype))]
                     for rows in (_sent, _received))
     if routes.num_sent:
         engine.pack_rows((k, v), plan.arrays.sends, sends)
@@ -150,8 +150,8 @@ def _send(
             return k, v
 
         return (k, v), sent
-    declared = plan.key_buffers(k.shape[1], k.dtype)
-    keys, values = [engine.empty(x.shape, x.dtype) for x in declared] if keep else map(plan.buffer, declared)
+    declared = key_buffers(plan, k.shape[1], k.dtype)
+    keys, values = [engine.empty(x.shape, x.dtype) for x in declared] if keep else map(plan.workspace.array, declared)
     into = keys, values
     theirs, mine = _places(plan)
     engine.place_rows((k, v), mine, plan, into)  # while rows arrive
@@ -188,7 +188,7 @@ def _send_back(comm: Comm, plan: Plan, partials: Pair) -> tuple[list[Array], Wai
     assert plan.routes is not None
     engine, routes = plan.engine, plan.routes
     sum_dtype = lse_dtype(partials[0].dtype)  # also where this rank has nothing to add
-    sends = [*map(plan.buffer, _received("partial sums under way", plan, partials[0].shape[1], sum_dtype))]
+    sends = [*map(plan.workspace.array, _received("partial sums under way", plan, partials[0].shape[1], sum_dtype))]
     recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in partials]
     if routes.num_received:
         engine.pack_rows(partials, _places(plan)[0], sends)

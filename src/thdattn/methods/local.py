@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
-from thdattn.methods.base import MethodOptions, Results
-from thdattn.plan.buffers import bytes_by_name
+from thdattn.methods.base import MethodOptions, Results, key_buffers
 from thdattn.plan.memory import Layer, Memory
+from thdattn.plan.workspace import bytes_by_name
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -47,7 +47,7 @@ def backward(
 def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     """Return the bytes of all buffers; see Method."""
     engine, layer = plan.engine, layer._replace(groups=(layer.num_kv_heads,))
-    work = plan.key_buffers(layer.num_kv_heads, layer.dtype) if plan.has_unseen_keys else []
+    work = key_buffers(plan, layer.num_kv_heads, layer.dtype) if plan.has_unseen_keys else []
     forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work + engine.forward_buffers(plan, layer))
     backward = bytes_by_name(engine.backward_buffers(plan, layer, layer.dtype, "made"))
     backward.pop("partial sums of dk and dv", None)  # which are dk and dv
@@ -62,7 +62,7 @@ def _in_sequence_order(inputs: _Inputs, keys: GatheredKV | None) -> _Inputs:
     v: Array = inputs.v
     plan: Plan = inputs.plan
     if plan.has_unseen_keys:
-        into = [*map(plan.buffer, plan.key_buffers(k.shape[1], k.dtype))]
+        into = [*map(plan.workspace.array, key_buffers(plan, k.shape[1], k.dtype))]
         k, v = plan.engine.to_sequence_order([[k], [v]], plan, into)
     elif len(k) == plan.key_rows:
         return inputs

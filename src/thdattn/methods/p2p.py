@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from thdattn.comm import no_wait
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
 from thdattn.methods.base import MethodOptions, Results, lse_dtype
-from thdattn.plan.buffers import Buffer, bytes_by_name, pair_of, total_bytes
 from thdattn.plan.memory import Layer, Memory
+from thdattn.plan.workspace import Buffer, bytes_by_name, pair_of, total_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -43,7 +43,7 @@ def forward(
     """Compute attention of this rank's query rows over the keys of all ranks; see Method."""
     q, k, v, plan, sinks = inputs
     engine, (rows, num_heads, _), dtype = plan.engine, q.shape, lse_dtype(q.dtype)
-    merged = plan.buffer(_accumulators(plan, num_heads, dtype)[0])
+    merged = plan.workspace.array(_accumulators(plan, num_heads, dtype)[0])
     lse = engine.empty((num_heads, rows), dtype)
     merged[...], lse[...] = 0, _lse_without_keys(plan, sinks)
     outputs, largest = ForwardOutputs((merged, lse), accumulate=True, max_logit=max_logit), None
@@ -69,7 +69,7 @@ def backward(
     """
     dout, q, k, v, out, lse, plan = inputs
     engine, dtype = plan.engine, lse_dtype(q.dtype)
-    dq = plan.buffer(_accumulators(plan, q.shape[1], dtype)[1])
+    dq = plan.workspace.array(_accumulators(plan, q.shape[1], dtype)[1])
     dq[...] = 0
     slices = _slices(comm, plan, k, v)
     own = next(slices)
@@ -120,7 +120,7 @@ def _slice(name: str, plan: Plan, num_kv_heads: int, dtype: np.dtype[Any], numbe
 
 def _buffers(name: str, plan: Plan, num_kv_heads: int, dtype: np.dtype[Any], number: int) -> list[Array]:
     """Return the arrays of a _slice."""
-    return [plan.buffer(x) for x in _slice(name, plan, num_kv_heads, dtype, number)]
+    return [plan.workspace.array(x) for x in _slice(name, plan, num_kv_heads, dtype, number)]
 
 
 def _lse_without_keys(plan: Plan, sinks: Array | None) -> Any:

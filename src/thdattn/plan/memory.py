@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from thdattn.plan.buffers import Buffer, Bytes, pair_of
+from thdattn.plan.workspace import Buffer, Bytes, pair_of
 
 if TYPE_CHECKING:
     from thdattn.plan.plan import Plan

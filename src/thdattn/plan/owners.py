@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.plan.buffers import Buffer, pair_of
 from thdattn.plan.memory import Layer
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import Buffer, pair_of
 
 
 def places_of_keys(plan: Plan, by_rank: bool = True) -> tuple[Any, Any]:

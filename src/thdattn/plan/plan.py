@@ -18,11 +18,11 @@ from thdattn.comm import Comm
 from thdattn.engines import Engine
 from thdattn.packing import PackedBatch
 from thdattn.plan import rank_rows
-from thdattn.plan.buffers import Buffer, Buffers, Kept, pair_of
 from thdattn.plan.generations import Generation, renew
 from thdattn.plan.handles import give_handle
 from thdattn.plan.key_transfers import NeededRows, Routes, foreign_tiles, needed_rows
 from thdattn.plan.mask import hides_tokens, transposed, visible_pairs
+from thdattn.plan.workspace import Kept, Workspace
 from thdattn.sharding import Sharding
 
 T = TypeVar("T")
@@ -106,6 +106,7 @@ class Plan:
             ranks in sequence order, or, where the sharding is by_runs, the rows that this rank's queries see.
         core: the plan of the attention over all rows of the group, where ranks exchange heads; None elsewhere. The
             key_ranges of this plan are rows of the core's key buffer.
+        workspace: work buffers of all calls; the plans of a ring's slices share one.
     """
 
     sharding: Sharding
@@ -122,10 +123,11 @@ class Plan:
     core: Plan | None = None
     _handle: Any = field(init=False)  # thdattn.torch finds the plan by it in code that torch.compile made
     _kept: Kept = field(init=False, default_factory=Kept)
-    _buffers: Buffers = field(init=False, default_factory=Buffers)
+    workspace: Workspace = field(init=False)
 
     def __post_init__(self) -> None:
         give_handle(self)
+        object.__setattr__(self, "workspace", Workspace(self.engine))
         # A graph of refresh may be captured before the first backward, which is of the core if there is one.
         if self.arrays.lengths is not None and self.core is None:
             self.engine.plan_backward(self)
@@ -212,7 +214,7 @@ class Plan:
         if arrays is not NO_ARRAYS:
             arrays = self.engine.plan_arrays(*of, keys_of=rank, lengths=arrays.lengths)
         part = replace(self, arrays=arrays, keys_of=rank)
-        object.__setattr__(part, "_buffers", self._buffers)
+        object.__setattr__(part, "workspace", self.workspace)
         return part
 
     @cached_property
@@ -340,23 +342,9 @@ class Plan:
         number: int | None = self.engine.capture()
         return None if self.arrays.lengths is not None and number == self.arrays.lengths.made_in else number
 
-    def buffer(self, buffer: Buffer, shape: tuple[int, ...] | None = None) -> Any:
-        """Return the array of a work buffer. The first use allocates it; CUDA graphs keep its address.
-
-        Args:
-            buffer: declares the array; equal declarations have one array.
-            shape: of a smaller array at its beginning. The largest of several arrays that are in use one after another
-                is declared, because memory can neither grow nor move later. None: the whole array.
-        """
-        return self._buffers.get(self.engine.empty, buffer, shape)
-
-    def key_buffers(self, num_kv_heads: int, dtype: np.dtype[Any]) -> list[Buffer]:
-        """Declare keys and values in sequence order, of some heads."""
-        return pair_of("keys in sequence order", (self.key_rows, num_kv_heads), self.head_dims, dtype)
-
     def held_bytes(self) -> int:
         """Return the bytes of the plan's work buffers that have been allocated."""
-        made: int = sum(x.nbytes for x in [*self._kept.values(), *self._buffers.arrays()] if hasattr(x, "nbytes"))
+        made: int = sum(x.nbytes for x in [*self._kept.values(), *self.workspace.arrays()] if hasattr(x, "nbytes"))
         return made + (0 if self.core is None else self.core.held_bytes())
 
     def make(self, launches: Callable[[], None]) -> None:

@@ -36,9 +36,9 @@ from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, OWNERS, PACK_FILTER, P
 from thdattn.kernels.configs import DQ_ROWS, TILES, Tiles, lanes_of
 from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
 from thdattn.kernels.instances import Instance
-from thdattn.plan.buffers import Buffer, pair_of
 from thdattn.plan.owners import places_of_keys
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import Buffer, pair_of
 
 OnFirstPart = Callable[[Array, Array], None]
 _NO_OWNERS = bytes(PARTIALS.itemsize), 0
@@ -172,7 +172,7 @@ class _Hopper:
         self._spec, self._deterministic, self._splits = spec, accum.deterministic, accum.splits
         self._semaphore_rows = accum.semaphore_rows
 
-        floats = plan.buffer(largest.buffer, accum.buffer.shape)
+        floats = plan.workspace.array(largest.buffer, accum.buffer.shape)
         self._dkv_accum, rest = floats[: accum.dkv_size], floats[accum.dkv_size :]
         self._dq_accum, semaphores = rest[: accum.dq_size], rest[accum.dq_size :]
         self._grad_semaphores = semaphores[accum.dq_semaphores :]
@@ -314,7 +314,7 @@ class _Portable:
             x.name for x in (spec.heads.dtype, spec.dq_dtype, spec.kv_dtype))
         row = TILES[heads.head_dim, heads.v_head_dim]
         accum, most = (dq_accum(plan, n, spec.deterministic) for n in (heads.num_heads, heads.most_heads))
-        self._dq_accum, self._kv_dtype = plan.buffer(most, accum.shape), spec.kv_dtype
+        self._dq_accum, self._kv_dtype = plan.workspace.array(most, accum.shape), spec.kv_dtype
         stats, self._delta = _delta(plan, heads, self._dq_accum)
         sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, padded_rows(plan.local_rows), heads.group)))
         tiles = row.backward_for(launch.this_gpu().shared_bytes)
@@ -381,7 +381,7 @@ def _delta(plan: Plan, heads: Heads, cleared: Array) -> tuple[Array, Launch]:
     """Return stats and the launch that fills it and sets `cleared` to zero; see thd_attn_delta."""
     row, num_rows, stats_rows = TILES[heads.head_dim, heads.v_head_dim], plan.local_rows, padded_rows(plan.local_rows)
     declared, most = (statistics(plan, n) for n in (heads.num_heads, heads.most_heads))
-    stats = plan.buffer(most, declared.shape)
+    stats = plan.workspace.array(most, declared.shape)
     blocks = -(-stats_rows * heads.num_heads * lanes_of(heads.v_head_dim) // 256)
     return stats, Launch(
         compiler.kernel(*row.thd_attn_delta(heads.dtype.name)), (blocks,), 256,
@@ -403,7 +403,7 @@ def without_padding(arrays: Sequence[Array], buffers: Sequence[Buffer], plan: Pl
 
     buffers: see reference.without_padding.
     """
-    copies = [plan.buffer(buffer, x.shape) for buffer, x in zip(buffers, arrays, strict=True)]
+    copies = [plan.workspace.array(buffer, x.shape) for buffer, x in zip(buffers, arrays, strict=True)]
     order = plan.memoize("local_order", lambda: cupy.arange(plan.local_rows, dtype=np.int32))
     reorder(False, copies, [[x] for x in arrays], order, plan.key_ranges)
     return copies

@@ -86,7 +86,7 @@ def _launches(plan: Plan, spec: _Spec) -> tuple[list[Launch], tuple[int, ...], A
     gpu, heads = launch.this_gpu(), spec.heads
     row = TILES[heads.head_dim, heads.v_head_dim]
     logits, most = (max_logits(plan, n) for n in (heads.num_heads, heads.most_heads))
-    of_tiles = plan.buffer(most, logits.shape)
+    of_tiles = plan.workspace.array(most, logits.shape)
     orders = plan.arrays.query_tiles
     parts = parts_of(orders, plan.foreign_tiles[0]) if spec.in_parts else [orders]
     if gpu.sm90:
@@ -137,7 +137,7 @@ def _split_keys(plan: Plan, order: Array, heads: Heads) -> tuple[Array, Any]:
     every, layer_heads = plan.arrays.query_tiles[1], heads.row_heads
     gpu, row = launch.this_gpu(), TILES[plan.head_dims]
     declared, most = (kv_partials(plan, layer_heads, n) for n in (heads.num_heads, heads.most_heads))
-    partials = plan.buffer(most, declared.shape)
+    partials = plan.workspace.array(most, declared.shape)
     arrived = plan.memoize(
         ("arrived", partials.shape), lambda: cupy.zeros(len(partials) * row.forward_sm90.warps, np.uint32))
     splits = launch.empty(*kv_splits(plan, layer_heads, heads.num_heads, len(order))[1:3])

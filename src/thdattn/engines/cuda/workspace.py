@@ -10,10 +10,10 @@ import numpy as np
 from thdattn.engines.cuda import launch, scheduler
 from thdattn.kernels.configs import STATS_ROWS, TILES
 from thdattn.kernels.hopper_configs import BackwardByGradientSm90
-from thdattn.plan.buffers import FLOAT32, INT32, Buffer, pair_of
 from thdattn.plan.memory import Layer
 from thdattn.plan.owners import partials_of_keys
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import FLOAT32, INT32, Buffer, pair_of
 
 MAX_PARTIALS = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backward_common.cuh
 

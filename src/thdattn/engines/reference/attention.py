@@ -17,10 +17,10 @@ from numpy.typing import DTypeLike, NDArray
 from thdattn.engines import NEW_ARRAYS, AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
 from thdattn.engines.reference import arrays
 from thdattn.engines.reference.blocks import Mask, attend, gradients, row_blocks
-from thdattn.plan.buffers import Buffer
 from thdattn.plan.memory import Layer
 from thdattn.plan.owners import partials_of_keys
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import Buffer
 
 Array = NDArray[Any]
 

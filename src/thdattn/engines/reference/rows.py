@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.engines.reference.arrays import empty
-from thdattn.plan.buffers import Buffer
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import Buffer
 
 if TYPE_CHECKING:
     from thdattn.comm.overlap import PeerExchange
@@ -126,7 +126,7 @@ def without_padding(arrays: Sequence[Array], buffers: Sequence[Buffer], plan: Pl
         buffers: work buffers of the plan for the copies; they may have more heads.
     """
     sees = plan.key_ranges[:, 0] < plan.key_ranges[:, 1]
-    copies = [plan.buffer(buffer, x.shape) for buffer, x in zip(buffers, arrays, strict=True)]
+    copies = [plan.workspace.array(buffer, x.shape) for buffer, x in zip(buffers, arrays, strict=True)]
     for copy, x in zip(copies, arrays, strict=True):
         copy[...] = 0
         copy[sees] = x[sees]

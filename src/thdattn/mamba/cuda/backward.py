@@ -36,8 +36,8 @@ from thdattn.mamba.backward_configs import (
 from thdattn.mamba.configs import SEGMENT_CHUNKS
 from thdattn.mamba.cuda.forward import grid_of_rows, size_of
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
-from thdattn.plan.buffers import FLOAT32, Buffer
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import FLOAT32, Buffer
 
 _AT_ONCE = 8  # segments with states at every chunk in memory at a time; enough to fill the largest GPUs
 
@@ -84,7 +84,7 @@ def mixer_gate_states(
 
 def made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
     """Return buffers for dy, for the gradients of states, and for the decay of every segment."""
-    dy, dstates, decays = map(plan.buffer, _gate_buffers(plan, shape))
+    dy, dstates, decays = map(plan.workspace.array, _gate_buffers(plan, shape))
     return dy, dstates, decays
 
 
@@ -146,7 +146,7 @@ def _slices(shape: MixerShape) -> int:
 
 def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
     """Return buffers for the results of mixer_bwd."""
-    return Gradients(*map(plan.buffer, _gradient_buffers(plan, shape)))
+    return Gradients(*map(plan.workspace.array, _gradient_buffers(plan, shape)))
 
 
 def _gradient_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
@@ -222,7 +222,7 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
     all_chunks = -(-plan.local_rows // CHUNK)
     most, fewer = segments * SEGMENT_CHUNKS, -all_chunks % SEGMENT_CHUNKS if last else 0
     chunks, dtype = most - fewer, shape.dtype.name
-    kept, scales = map(plan.buffer, _chunk_buffers(plan, shape))
+    kept, scales = map(plan.workspace.array, _chunk_buffers(plan, shape))
     walk, tile, splits = _walk(shape), _tile(shape), _splits(all_chunks, shape)
     grid = segments, shape.d_inner // walk.columns, _slices(shape)
     forward, back = (
@@ -250,7 +250,7 @@ def mixer_conv_bwd(
     dzxbcdt: Array,
 ) -> tuple[Mamba2Weights, Array]:
     """Compute the gradients of mixer_conv and of all weights. See reference.mixer_conv_bwd."""
-    ends = plan.buffer(_ends(shape))
+    ends = plan.workspace.array(_ends(shape))
     if not plan.local_rows:
         ends.fill(0)
     conv, sums, of_norm = plan.memoize(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))

@@ -33,8 +33,8 @@ from thdattn.mamba.configs import (
 )  # fmt: skip
 from thdattn.mamba.reference.conv import halo_rows
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
-from thdattn.plan.buffers import FLOAT32, Buffer
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import FLOAT32, Buffer
 
 mixer_segment_rows = CHUNK * SEGMENT_CHUNKS
 _FOLD, _START, _ENTER = MIXER_KERNELS
@@ -82,7 +82,7 @@ def _map(x: Array, box_rows: int) -> Any:
 
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
     """Return the last rows of x, B and C for other ranks; see reference.mixer_tail. On one rank they hold anything."""
-    tail = plan.buffer(_last_rows(shape))
+    tail = plan.workspace.array(_last_rows(shape))
     count = min(shape.reach, plan.local_rows)
     if plan.cp_size > 1 and count:
         last = _words(shape.parts(zxbcdt)[1])[plan.local_rows - count :]
@@ -154,7 +154,7 @@ def _convolve(
 def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
     """Return buffers of the plan, which the next mixer overwrites; keep: new arrays."""
     declared = mixer_activations(plan, shape)
-    return Activations(*[launch.empty(x.shape, x.dtype) if keep else plan.buffer(x) for x in declared])
+    return Activations(*[launch.empty(x.shape, x.dtype) if keep else plan.workspace.array(x) for x in declared])
 
 
 def mixer_activations(plan: Plan, shape: MixerShape) -> list[Buffer]:
@@ -218,7 +218,7 @@ def _new_states(plan: Plan, shape: MixerShape) -> Array:
 
 
 def _states(kernel: Instance, slab: Slab | SlabSm90, plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
-    decays = plan.buffer(_decays(plan, shape))
+    decays = plan.workspace.array(_decays(plan, shape))
     fixed = plan.key_ranges, decays, np.int32(plan.cp_rank + 1 < plan.cp_size), size_of(plan, shape)
     grid = shape.d_inner // slab.columns, _segments(plan)
     return decays, Launch(compiler.kernel(*kernel), grid, slab.states_threads, fixed)
@@ -226,14 +226,14 @@ def _states(kernel: Instance, slab: Slab | SlabSm90, plan: Plan, shape: MixerSha
 
 def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Turn what segments add into the states in front of them, in place. See reference.mixer_fold."""
-    summary = plan.buffer(_summary(shape))
+    summary = plan.workspace.array(_summary(shape))
     _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
     return summary
 
 
 def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Return the state in front of this rank's rows; reverse: the gradient behind them. See reference.mixer_start."""
-    start = plan.buffer(_start(shape))
+    start = plan.workspace.array(_start(shape))
     ranks = range(plan.cp_rank + 1, plan.cp_size) if reverse else range(plan.cp_rank)
     _walk(_START, (summaries, start), ranks, shape.state, reverse)
     return start

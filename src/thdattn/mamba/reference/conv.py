@@ -26,8 +26,8 @@ from thdattn.mamba.reference.ssd import (
     valid_rows,
 )  # fmt: skip
 from thdattn.mamba.shape import Activations, Mamba2Weights, MixerShape
-from thdattn.plan.buffers import Buffer
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import Buffer
 
 Array = NDArray[Any]
 

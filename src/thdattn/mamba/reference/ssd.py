@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
-from thdattn.plan.buffers import Buffer
 from thdattn.plan.plan import Plan
+from thdattn.plan.workspace import Buffer
 
 Array = NDArray[Any]
 
@@ -251,7 +251,7 @@ def mixer_backward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
 
 def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
     """Return buffers for the results of mixer_bwd."""
-    return Gradients(*map(plan.buffer, mixer_backward_buffers(plan, shape)))
+    return Gradients(*map(plan.workspace.array, mixer_backward_buffers(plan, shape)))
 
 
 def mixer_bwd(

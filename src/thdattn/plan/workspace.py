@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import DTypeLike
+
+if TYPE_CHECKING:
+    from thdattn.engines import Engine
 
 T = TypeVar("T")
 Bytes = dict[str, int]  # by name of the buffer
@@ -84,23 +86,31 @@ def bytes_by_name(buffers: Iterable[Buffer]) -> Bytes:
     return sizes
 
 
-class Buffers:
-    """Arrays by their declarations. They are never freed, enlarged or moved: CUDA graphs keep their addresses."""
+class Workspace:
+    """Arrays by their declarations. They are never freed, enlarged or moved: CUDA graphs keep their addresses.
 
-    def __init__(self) -> None:
+    engine: allocates them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._made: dict[Buffer, Any] = {}
         self._views: dict[Any, Any] = {}  # cached, because a new view takes time
 
-    def get(
-        self, empty: Callable[[tuple[int, ...], DTypeLike], Any], buffer: Buffer, shape: tuple[int, ...] | None = None
-    ) -> Any:
-        """Return the array, see Plan.buffer. empty: allocates an array of a shape and dtype."""
+    def array(self, buffer: Buffer, shape: tuple[int, ...] | None = None) -> Any:
+        """Return the array of a buffer, which the first use allocates.
+
+        Args:
+            buffer: declares the array; equal declarations have one array.
+            shape: of a smaller array at its beginning. The largest of several arrays that are in use one after another
+                is declared, because memory can neither grow nor move later. None: the whole array.
+        """
         if shape is None or shape == buffer.shape:
             if buffer not in self._made:
-                self._made[buffer] = empty(buffer.shape, buffer.dtype)
+                self._made[buffer] = self._engine.empty(buffer.shape, buffer.dtype)
             return self._made[buffer]
         if (buffer, shape) not in self._views:
-            self._views[buffer, shape] = self.get(empty, buffer).reshape(-1)[: math.prod(shape)].reshape(shape)
+            self._views[buffer, shape] = self.array(buffer).reshape(-1)[: math.prod(shape)].reshape(shape)
         return self._views[buffer, shape]
 
     def arrays(self) -> list[Any]:
