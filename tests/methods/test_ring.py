@@ -97,7 +97,7 @@ def merged(ranges: list[list[tuple[int, int]]]) -> tuple[Any, Any]:
     q, k, v = (draw.standard_normal((rows, 2, 4)) for rows in (2, 8, 8))
     out, lse = np.zeros((2, 2, 4)), np.full((2, 2), -np.inf)
     for each in ranges:
-        plan = type("Ranges", (), {"key_ranges": np.array(each, np.int32)})
+        plan = type("Ranges", (), {"key_ranges": np.array(each, np.int32), "has_trees": False})
         reference.attn_fwd(
             ForwardInputs(q, k, v, plan), AttentionOptions(0.7), ForwardOutputs((out, lse), accumulate=True))
     return out, lse
