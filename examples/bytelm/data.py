@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from sizes import EOD
 
 import thdattn
-from thdattn.packing import first_fit
+from thdattn.packing import first_fit, schedule
 
 T = TypeVar("T")
 
@@ -385,6 +385,34 @@ def micro_batches(
         for number, chosen in enumerate(islice(packed, first, None), first):
             yield MicroBatch.of(chosen, packing, Position(epoch, number + 1))
         epoch, first = epoch + 1, 0
+
+
+def evened(
+    batches: Iterator[MicroBatch], packing: Packing, work: Callable[[NDArray[np.int64]], NDArray[np.float64]],
+    groups: int, accumulate: int,
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches of the same documents in every step, dealt such that all groups have equal work.
+
+    A step keeps its micro-batches where its documents would leave one empty, or would not fit.
+
+    Args:
+        work: returns the time of documents of some lengths, in any unit.
+        groups: groups of ranks, which take turns.
+        accumulate: micro-batches of a group per step.
+    """
+    for step in grouped(batches, groups * accumulate):
+        pieces = [piece for batch in step for piece in batch.pieces]
+        lengths = np.array([piece.end - piece.begin for piece in pieces], np.int64)
+        try:
+            dealt = schedule(lengths, groups, packing.rows, accumulate, work(lengths), packing.multiple)
+        except ValueError:
+            dealt = []
+        chosen = [each for turn in zip(*dealt, strict=True) for each in turn]
+        if len(step) < groups * accumulate or not chosen or not all(chosen):
+            yield from step
+            continue
+        for batch, indices in zip(step, chosen, strict=True):
+            yield MicroBatch.of([pieces[index] for index in indices], packing, batch.after)
 
 
 def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 VOCAB = 257
 EOD = 256  # end of document; also the input before the first byte
@@ -109,3 +113,14 @@ def _vectors(c: Config) -> Shapes:
         shapes[f"{layer}.conv_bias"] = (c.channels,)
         shapes |= {f"{layer}.{name}": (c.mixer_heads,) for name in ("A_log", "D", "dt_bias")}
     return shapes
+
+
+def work_of(c: Config, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the operations of a forward over documents of these lengths: matrices, and attention's visible pairs."""
+    rows = lengths.astype(np.float64)
+    total = 2 * rows * sum(math.prod(shape) for name, shape in _matrices(c).items() if name != "embedding")
+    for layer in (layer for layer in range(c.layers) if not c.is_mixer(layer)):
+        unseen = np.maximum(rows - c.window, 0) if c.window and layer % 2 == 0 else np.zeros_like(rows)
+        pairs = (rows * (rows + 1) - unseen * (unseen + 1)) / 2
+        total += 4 * c.heads * c.head_dim * pairs
+    return total

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ from data import Packing, Position
 from grid import Grid, most_neighbours
 from interrupt import Asked, Interrupt, Stop, Stopped
 from progress import Progress
-from sizes import SIZES, Config
+from sizes import SIZES, Config, work_of
 from trainer import NATS_PER_BIT, StepResult, Trainer
 
 import thdattn
@@ -243,6 +244,9 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Asked) -
     grid, (step, position) = trainer.grid, (saved.step, saved.position) if saved else (0, Position(0, 0))
     stop = Stop(comm, interrupt, trainer.clock)
     batches_to_come = data.micro_batches(training, packing, args.seed, position)
+    if grid.num_groups > 1:
+        batches_to_come = data.evened(batches_to_come, packing, partial(work_of, trainer.model.config),
+                                      grid.num_groups, args.accumulate)  # fmt: skip
     steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare,
                        lambda: stop.wanted)  # fmt: skip
     validates = not (saved and saved.validated)  # a run that stopped before a validation makes it now

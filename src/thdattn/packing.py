@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import cmath
 import copy
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -362,6 +363,100 @@ def first_fit(
         if not chosen:
             return
         yield chosen
+
+
+def schedule(
+    lengths: ArrayLike, groups: int, tokens: int, micro_batches: int | None = None, work: ArrayLike | None = None,
+    multiple: int = 1,
+) -> list[list[list[int]]]:
+    """Deal the documents of a global batch to groups of ranks, as micro-batches, with even work over the groups.
+
+    Groups work beside each other until the end of a step, so only the sums of their micro-batches matter. Documents go
+    one by one, those with most work first, to the group with the least work that has room. There they go to the
+    emptiest micro-batch, or, if then not all documents fit, to the fullest with room. The result depends on the
+    arguments alone, so every rank may compute it.
+
+    Args:
+        lengths: (num_docs,) integers >= 0, tokens of every document.
+        groups: number of groups of ranks, >= 1.
+        tokens: rows of a micro-batch, over all ranks of its group.
+        micro_batches: of each group. None: the fewest with which the documents fit.
+        work: (num_docs,) numbers >= 0, the time of every document in any unit. None: its causal pairs. With the rest of
+            a transformer layer of some width it is about `pairs + 6 * width * lengths`.
+        multiple: every document is padded to a multiple of this, as for PackedBatch.from_lengths.
+
+    Returns:
+        For each group, its micro-batches: lists of indices of documents, ascending. Some may be empty.
+
+    Raises:
+        TypeError: lengths or another argument are of the wrong type.
+        ValueError: a document with more rows than a micro-batch, more documents than micro_batches hold, wrong numbers
+            or shapes of lengths or work, or a number below 1.
+
+    Source: the longest-processing-time rule, R. L. Graham, 1969, with capacities.
+    """
+    groups, tokens = as_count("groups", groups), as_count("tokens", tokens)
+    batch = PackedBatch.from_lengths(lengths, multiple)
+    rows = np.diff(batch.cu_seqlens_padded).astype(np.int64)
+    if rows.max(initial=0) > tokens:
+        index = int(rows.argmax())
+        raise ValueError(f"lengths[{index}] takes {rows[index]} rows, wanted at most tokens = {tokens}; split the "
+                         f"document, or pass more tokens")
+    times = _checked_work(work, batch.lengths)
+    fewest = max(1, -(-int(rows.sum()) // (groups * tokens)))
+    if micro_batches is not None:
+        dealt = _dealt(rows, times, groups, tokens, as_count("micro_batches", micro_batches))
+        if dealt is None:
+            raise ValueError(f"micro_batches is {micro_batches}, wanted enough of {tokens} rows for {groups} groups to "
+                             f"hold documents of {rows.sum()} rows; pass {fewest + 1}, say, or None for the fewest")
+        return dealt
+    found = (_dealt(rows, times, groups, tokens, number) for number in itertools.count(fewest))
+    return next(dealt for dealt in found if dealt is not None)
+
+
+def _checked_work(work: ArrayLike | None, lengths: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Return the work of every document; see schedule."""
+    if work is None:
+        return lengths * (lengths + 1.0) / 2
+    times = np.asarray(as_host_array("work", work))
+    if times.dtype.kind not in "iuf":
+        raise TypeError(f"work is {times.dtype}, wanted numbers; pass the time of every document, in any unit")
+    if times.shape != lengths.shape or not (np.isfinite(times).all() and (times >= 0).all()):
+        raise ValueError(f"work has shape {times.shape} and values from {times.min(initial=0)} to "
+                         f"{times.max(initial=0)}, wanted {lengths.shape} finite numbers >= 0; pass one per document")
+    return times.astype(np.float64)
+
+
+def _dealt(
+    rows: NDArray[np.int64], work: NDArray[np.float64], groups: int, tokens: int, micro_batches: int
+) -> list[list[list[int]]] | None:
+    """Deal documents as schedule does; None if they do not fit so many micro-batches."""
+    ways = (_dealt_to(rows, work, np.full((groups, micro_batches), tokens), sign) for sign in (-1, 1))
+    return next((dealt for dealt in ways if dealt is not None), None)
+
+
+def _dealt_to(
+    rows: NDArray[np.int64], work: NDArray[np.float64], free: NDArray[np.int64], sign: int
+) -> list[list[list[int]]] | None:
+    """Deal documents to micro-batches; None if they do not fit.
+
+    Args:
+        rows, work: (num_docs,) of every document.
+        free: (groups, micro_batches), rows of every micro-batch; overwritten.
+        sign: -1 takes the emptiest micro-batch of a group, 1 the fullest with room.
+    """
+    done = np.zeros(len(free))
+    dealt: list[list[list[int]]] = [[[] for _ in each] for each in free]
+    for document in np.lexsort((-rows, -work)).tolist():
+        fits = free >= rows[document]
+        if not fits.any():
+            return None
+        group = int(np.where(fits.any(axis=1), done, np.inf).argmin())
+        chosen = int(np.where(fits[group], sign * free[group], INT32_MAX).argmin())
+        dealt[group][chosen].append(document)
+        free[group, chosen] -= rows[document]
+        done[group] += work[document]
+    return [[sorted(documents) for documents in each] for each in dealt]
 
 
 def as_batch(batch: Any, name: str = "batch") -> PackedBatch:

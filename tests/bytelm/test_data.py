@@ -216,6 +216,42 @@ def test_going_on_at_a_position_is_as_if_never_interrupted(folder):
         assert same(resumed, run[i + 1]) and resumed.after == run[i + 1].after
 
 
+def test_groups_get_even_work_and_steps_keep_their_documents(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(150):
+        (tmp_path / f"{i}.txt").write_bytes(bytes(int(np.exp(rng.normal(3.5, 1)))))
+    documents, packing = data.find_documents(tmp_path), Packing(512, 1, 400)
+
+    def squares(lengths):
+        return lengths.astype(float) ** 2
+
+    def pieces_of(batches):
+        return sorted((piece.document.name, piece.begin) for batch in batches for piece in batch.pieces)
+
+    def busiest(step):
+        work = [sum(float(piece.end - piece.begin) ** 2 for batch in step[group::2] for piece in batch.pieces)
+                for group in (0, 1)]
+        return max(work) / np.mean(work)
+
+    before = list(itertools.islice(data.micro_batches(documents, packing, 0, Position(0, 0)), 40))
+    after = list(data.evened(iter(before), packing, squares, groups=2, accumulate=4))
+    assert [batch.after for batch in after] == [batch.after for batch in before]
+    assert all(batch.batch.total_rows == 512 and len(batch.pieces) for batch in after)
+    evened = 0
+    for one, other in zip(data.grouped(iter(before), 8), data.grouped(iter(after), 8), strict=True):
+        assert pieces_of(one) == pieces_of(other)
+        evened += one != other
+        assert one == other or busiest(other) <= 1.05
+    assert evened >= 4
+    assert max(busiest(step) for step in data.grouped(iter(before), 8)) > 1.1
+
+
+def test_an_incomplete_step_keeps_its_micro_batches(folder):
+    documents, packing = data.find_documents(folder), Packing(64, 16, 64)
+    before = epoch(documents, packing)[:3]
+    assert list(data.evened(iter(before), packing, np.asarray, 2, 2)) == before
+
+
 def test_validation_is_on_a_fixed_sample_of_about_so_many_bytes(folder):
     documents, packing = data.find_documents(folder), Packing(64, 16, 32)
     for limit in (1, 100, 300):
