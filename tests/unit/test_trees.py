@@ -243,19 +243,12 @@ def test_a_rank_whose_trees_are_refused_makes_all_raise():
     run_local(2, program)
 
 
-def test_mixers_and_caches_refuse_trees():
-    comm, batch = thdattn.comm.init("single"), replace(MIXED, slack=0).batch(1)
-    mixer = thdattn.Mamba2Mixer(comm, 2, 4, 4, dtype="float64", engine="reference")
-    with pytest.raises(ValueError, match="batch has trees, wanted sequences for a mixer"):
-        mixer.plan(batch, "contiguous")
-    layer = attention(comm)
+def test_kv_caches_refuse_trees():
+    layer, batch = attention(thdattn.comm.init("single")), replace(MIXED, slack=0).batch(1)
     plan = layer.plan(batch, "contiguous")
     k = np.zeros((batch.total_rows, 2, 8))
     with pytest.raises(ValueError, match="plan is of trees, wanted one sequence per text"):
         layer.cache(batch.num_seqs, 500).fill(k, k, plan)
-    weights = thdattn.Mamba2Weights(np.zeros((16, 4)), *(np.zeros(n) for n in (16, 2, 2, 2)))
-    with pytest.raises(ValueError, match="batch has trees, wanted sequences for a mixer"):
-        mixer.forward(np.zeros((batch.total_rows, 8 + 16 + 2)), weights, plan)
 
 
 def test_the_cuda_engine_refuses_trees_by_name():
@@ -264,7 +257,9 @@ def test_the_cuda_engine_refuses_trees_by_name():
     plan = layer.plan(MIXED.batch(1))
     on_gpu = replace(plan, engine=SimpleNamespace(name="cuda"))
     assert "batch has trees and engine is 'cuda', wanted 'reference'" in refused_trees(on_gpu)
-    assert refused_trees(plan) == refused_trees(replace(on_gpu, sharding=layer.sharding(PackedBatch([0, 4])))) == ""
+    plain = PackedBatch([0, 4])
+    assert refused_trees(plan) == ""
+    assert refused_trees(replace(on_gpu, sharding=layer.sharding(plain), key_batch=plain)) == ""
 
 
 def test_the_cost_model_refuses_trees():

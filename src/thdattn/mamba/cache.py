@@ -75,6 +75,9 @@ class Mamba2Cache:
                 f"saved is of {batch.num_seqs} sequences on {plan.cp_size} ranks, wanted {self.num_texts} on one, the "
                 f"texts of the cache; pack one sequence per text, empty ones where there is nothing"
             )
+        if plan.has_trees:
+            raise ValueError("saved is of trees, wanted one sequence per text, as a text of a cache is one path; fill "
+                             "it from a forward over the paths (PackedBatch.paths)")
         made = traits(saved.made_with, plan.engine)
         check_same("saved was made with", made, self.made_for, "pass what a forward of this mixer returned")
         if saved.generation is not None:

@@ -10,7 +10,7 @@ from thdattn.arguments import as_bool, as_choice, as_count, as_norm_eps, check_k
 from thdattn.checks import as_array, check_same, raise_if_told
 from thdattn.comm import Comm
 from thdattn.engines.select import as_engine_dtype, choose_engine
-from thdattn.mamba import context_parallel
+from thdattn.mamba import context_parallel, trees
 from thdattn.mamba.cache import Mamba2Cache, make_cache, traits
 from thdattn.mamba.saved import Mamba2Saved
 from thdattn.mamba.select import check_sizes, mixer_engine
@@ -150,9 +150,10 @@ class Mamba2Mixer:
 
         Raises:
             TypeError: batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
-            ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine, or
-                prefix trees. On every rank of several: a batch that differs between ranks, or wrong lengths of the last
-                plan that the GPU of one rank has reported meanwhile.
+            ValueError: another sharding, a Sharding of another batch or size, or lengths on a GPU for the NumPy engine.
+                On every rank: prefix trees over several ranks or on engine "cuda". On every rank of several: a batch
+                that differs between ranks, or wrong lengths of the last plan that the GPU of one rank has reported
+                meanwhile.
         """
         plan = self._outline(batch, sharding, like, finite_padding)
         refusal, self._lengths = _refused_trees(plan) or found_wrong(self._lengths), None
@@ -179,7 +180,8 @@ class Mamba2Mixer:
             TypeError, ValueError: as plan, for errors that one rank finds by itself.
         """
         plan = self._outline(batch, sharding, None, False)
-        return context_parallel.memory(self._layer, plan)
+        memory = trees.memory if plan.has_trees else context_parallel.memory
+        return memory(self._layer, plan)
 
     def _outline(
         self, batch: PackedBatch, sharding: str | Sharding | None, like: PackedBatch | None, finite_padding: bool
@@ -214,7 +216,8 @@ class Mamba2Mixer:
                 "zxbcdt", zxbcdt, (plan.local_rows, self._shape.columns), self.dtype,
                 "pass this rank's rows (Sharding.shard cuts them out) with the columns z, x, B, C, dt")
             weights = self._as_weights(weights)
-        out, kept = context_parallel.forward(self._layer, plan, zxbcdt, weights)
+        forward = trees.forward if plan.has_trees else context_parallel.forward
+        out, kept = forward(self._layer, plan, zxbcdt, weights)
         return out, Mamba2Saved(zxbcdt, weights, plan, kept, self._shape, plan.generation)
 
     def backward(self, dout: Any, saved: Mamba2Saved) -> tuple[Any, Mamba2Weights]:
@@ -242,7 +245,8 @@ class Mamba2Mixer:
                 saved.generation.check("saved")
             dout = self._as_array("dout", dout, (plan.local_rows, self._shape.d_inner), self.dtype,
                                   "pass the gradient of what forward returned")
-        return context_parallel.backward(self._layer, plan, dout, saved.zxbcdt, saved.weights, saved.kept)
+        backward = trees.backward if plan.has_trees else context_parallel.backward
+        return backward(self._layer, plan, dout, saved.zxbcdt, saved.weights, saved.kept)
 
     def cache(self, num_texts: int) -> Mamba2Cache:
         """Return a decode cache for num_texts empty sequences. Its size does not depend on their lengths.
@@ -334,11 +338,11 @@ def _as_norm(
 
 
 def _refused_trees(plan: Plan) -> str:
-    """Return why the mixer cannot have the prefix trees of a batch, and the remedy; "" if it has none."""
-    if plan.batch.trees is None:
+    """Return why a mixer cannot have the prefix trees of a batch, and the remedy; "" if it can, or if it has none."""
+    if not plan.has_trees or (plan.cp_size == 1 and plan.engine_name == "reference"):
         return ""
-    return ("batch has trees, wanted sequences for a mixer, whose states do not fork; pass a batch of the paths "
-            "(PackedBatch.paths), made with PackedBatch.from_lengths")
+    return (f"batch has trees, and the mixer {plan.cp_size} ranks and engine {plan.engine_name!r}, wanted one rank and "
+            f"engine 'reference' with trees; use that, or a batch of the paths (PackedBatch.paths)")
 
 
 def _check_sharding(sharding: Sharding) -> None:

@@ -99,7 +99,7 @@ def _source_rows(plan: RankPlan, n: int) -> Any:
     """
     arrays, batch = plan.arrays, plan.batch
     if batch.trees is not None:
-        return _rows_on_paths(batch, batch.trees, np.where(arrays.valid, arrays.rows, batch.total_rows), -n)
+        return rows_before(batch, batch.trees, np.where(arrays.valid, arrays.rows, batch.total_rows), -n)
     host = batch.cu_seqlens, batch.cu_seqlens_padded
     cu_seqlens, begins = host if arrays.offsets is None else arrays.offsets[0]
     # The index of the sequence after a row's own; arbitrary for rows outside all sequences, which are not valid.
@@ -110,7 +110,7 @@ def _source_rows(plan: RankPlan, n: int) -> Any:
     return np.where(inside, arrays.rows + n, batch.total_rows)
 
 
-def _rows_on_paths(batch: PackedBatch, trees: Trees, rows: Any, distance: int) -> Any:
+def rows_before(batch: PackedBatch, trees: Trees, rows: Any, distance: int) -> Any:
     """Return the row that comes `distance` tokens before each row on its path; total_rows where there is none."""
     none = batch.total_rows
     padding = (batch.cu_seqlens_padded - batch.cu_seqlens)[trees.tree]

@@ -27,6 +27,7 @@ from thdattn.mamba.reference.ssd import (
 )  # fmt: skip
 from thdattn.mamba.shape import Activations, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
+from thdattn.plan.rank_rows import rows_before
 from thdattn.plan.workspace import Buffer
 
 Array = NDArray[Any]
@@ -129,8 +130,12 @@ def mixer_conv_bwd(
     dpre = np.where(valid, dchannels.astype(slopes.dtype) * slopes, 0)
     extended = np.zeros((reach + num_rows, shape.channels), slopes.dtype)
     conv_weight = np.empty(weights.conv_weight.shape, slopes.dtype)
-    for tap, there, rows in _taps(xbc, halo, plan, shape):
-        extended[tap : tap + num_rows] += np.where(there, dpre * weights.conv_weight[:, tap], 0)
+    for tap, there, place, rows in _taps(xbc, halo, plan, shape):
+        share = np.where(there, dpre * weights.conv_weight[:, tap], 0)
+        if isinstance(place, slice):
+            extended[place] += share
+        else:
+            np.add.at(extended, place, share)  # children of one fork read the same rows
         conv_weight[:, tap] = _sum_of_rows(dpre * rows)
     dxbc[...] = extended[reach:].astype(dxbc.dtype)
 
@@ -164,19 +169,34 @@ def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dz
     shape.parts(dzxbcdt)[1][num_rows - count :] = total[reach - count :].astype(dzxbcdt.dtype)
 
 
-def _taps(xbc: Array, halo: Array, plan: Plan, shape: MixerShape) -> Iterator[tuple[int, Array, Array]]:
-    """Yield every column of conv_weight, the rows where it multiplies a row of the sequence, and that row, else 0."""
+def _taps(
+    xbc: Array, halo: Array, plan: Plan, shape: MixerShape
+) -> Iterator[tuple[int, Array, slice | Array, Array]]:
+    """Yield every column of conv_weight and, for all rows, the row of the sequence that it multiplies.
+
+    Yields:
+        tap: the column.
+        there: (local_rows, 1) bool, False where the sequence has no such row.
+        place: its places behind the halo; in trees, where several rows may read one, an array, and any place where
+            there is none.
+        rows: (local_rows, channels), its numbers; 0 where there is none.
+    """
     first, rows = first_rows(plan)[:, None], np.arange(plan.local_rows)[:, None]
     extended = np.concatenate([halo, xbc]).astype(shape.sum_dtype)
     for tap in range(shape.conv_width):
-        there = first <= rows - (shape.reach - tap)
-        yield tap, there, np.where(there, extended[tap : tap + len(rows)], 0)
+        distance, place = shape.reach - tap, slice(tap, tap + len(rows))
+        there = first <= rows - distance
+        if plan.batch.trees is not None:
+            before = rows_before(plan.batch, plan.batch.trees, rows[:, 0], distance)
+            there = (before < len(rows))[:, None]
+            place = shape.reach + np.minimum(before, len(rows) - 1)
+        yield tap, there, place, np.where(there, extended[place], 0)
 
 
 def _convolved(xbc: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape) -> Array:
     """Return the convolution of x, B and C; 0 on padding."""
     total = np.where(valid_rows(plan), weights.conv_bias, 0)
-    for tap, _, rows in _taps(xbc, halo, plan, shape):
+    for tap, _, _, rows in _taps(xbc, halo, plan, shape):
         total += weights.conv_weight[:, tap] * rows
     return total
 

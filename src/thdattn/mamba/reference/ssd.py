@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
+from thdattn.trees import Trees
 
 Array = NDArray[Any]
 
@@ -171,6 +172,8 @@ def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reve
         (1, summary), all segments as one: the state behind (reverse: the gradient of the state in front), then the
             decays.
     """
+    if plan.batch.trees is not None:
+        return _fold_trees(states, decays, plan.batch.trees, shape, reverse)
     state, through = np.zeros(shape.state, states.dtype), np.ones(shape.num_heads, states.dtype)
     for segment in reversed(range(len(states))) if reverse else range(len(states)):
         own = states[segment].copy()
@@ -178,6 +181,28 @@ def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reve
         state = _times(decays[segment], state) + own
         through *= decays[segment]
     return np.concatenate([state.ravel(), through])[None]
+
+
+def _fold_trees(states: Array, decays: Array, trees: Trees, shape: MixerShape, reverse: bool) -> Array:
+    """Fold the segments of trees whose nodes begin segments: each continues the one before it on its path.
+
+    Returns:
+        (1, summary), zeros, as trees end on their rank.
+    """
+    first = np.arange(len(states)) * CHUNK
+    node = trees.node_of(first)
+    before = np.where(trees.nodes[node] == first, trees.before[node], first - 1) // CHUNK  # -1: there is none
+    own = states.copy()
+    if reverse:
+        states[...] = 0
+        for segment in reversed(range(len(states))):
+            if before[segment] >= 0:
+                states[before[segment]] += _times(decays[segment], states[segment]) + own[segment]
+    else:
+        for segment in range(len(states)):
+            front = before[segment]
+            states[segment] = _times(decays[front], states[front]) + own[front] if front >= 0 else 0
+    return np.zeros((1, shape.summary), states.dtype)
 
 
 def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:

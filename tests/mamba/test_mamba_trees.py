@@ -1,0 +1,117 @@
+"""A mixer over prefix trees on the NumPy engine: what the oracle gives for the unrolled paths, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mixer_cases import BFLOAT16, FIELDS, FIELDS_WITH_NORM, FLOAT16, FLOAT32, FLOAT64, SIZES, Case, random_inputs
+from tree_cases import MIXED, TREES, random_case, unrolled
+
+import thdattn
+from thdattn.mamba import oracle
+from thdattn.mamba.oracle import Norm, Sizes
+from thdattn.oracle import judge
+
+
+class TreeCase(Case):
+    """A mixer over the trees of a case of attention."""
+
+    of = MIXED
+
+    @property
+    def batch(self):
+        return self.of.batch(2)
+
+
+def mixer_case(trees, **options):
+    case = TreeCase(trees.name, trees.lengths, **options)
+    object.__setattr__(case, "of", trees)
+    return case
+
+
+def step(case, dtype, inputs, **options):
+    """Out and gradients of a mixer over the trees; rows without a token hold NaN."""
+    zxbcdt, weights, dout = inputs
+    mixer = case.mixer(thdattn.comm.init("single"), dtype, **options)
+    plan = mixer.plan(case.batch)
+    zxbcdt, dout = (np.where(plan.valid[:, None], x, np.nan).astype(x.dtype) for x in (zxbcdt, dout))
+    out, saved = mixer.forward(zxbcdt, weights, plan)
+    dzxbcdt, dweights = mixer.backward(dout, saved)
+    return dict(zip(FIELDS_WITH_NORM, (out, dzxbcdt, *dweights), strict=False)), plan.valid
+
+
+def truth(case, inputs, rounding=None):
+    """The oracle's results over the paths. The gradient of a row goes to the first of its paths: others then add 0."""
+    zxbcdt, weights, dout = inputs
+    paths, rows = unrolled(case.batch)
+    first = np.zeros(len(rows), bool)
+    first[np.unique(rows, return_index=True)[1]] = True
+    result = oracle.packed_mixer(paths, zxbcdt[rows], weights, np.where(first[:, None], dout[rows], 0), case.sizes,
+                                 rounding, case.norm)  # fmt: skip
+    out, dzxbcdt = np.zeros(dout.shape), np.zeros(zxbcdt.shape)
+    out[rows] = result.out
+    np.add.at(dzxbcdt, rows, result.zxbcdt)
+    return replace(result, out=out, zxbcdt=dzxbcdt)
+
+
+def check(case, **options):
+    inputs = random_inputs(case, FLOAT64)
+    found, valid = step(case, FLOAT64, inputs, **options)
+    wanted = truth(case, inputs)
+    assert not found["out"][~valid].any() and not found["zxbcdt"][~valid].any(), "padding is 0"
+    for name in FIELDS_WITH_NORM if case.norm else FIELDS:
+        scale = 1 + np.abs(getattr(wanted, name)).max(initial=0)
+        np.testing.assert_allclose(found[name] / scale, getattr(wanted, name) / scale, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("trees", [*TREES, *map(random_case, range(8))], ids=str)
+def test_trees_give_what_the_paths_give(trees):
+    check(mixer_case(trees))
+
+
+@pytest.mark.parametrize("options", [
+    {"sizes": Sizes(2, 3, 4, 1), "conv_width": 1}, {"sizes": Sizes(3, 2, 5, 3), "conv_width": 2},
+    {"norm": Norm(True, 2)}, {"norm": Norm(False, 1)},
+], ids=str)  # fmt: skip
+def test_sizes_and_norms(options):
+    check(mixer_case(MIXED, **options))
+    check(mixer_case(TREES[1], **options), keep_activations=False)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
+def test_low_precision_errs_as_plain_maths_does(dtype):
+    case = mixer_case(MIXED)
+    inputs = random_inputs(case, dtype)
+    found, valid = step(case, dtype, inputs)
+    exact, plain = truth(case, inputs), truth(case, inputs, dtype)
+    for name in ("out", "zxbcdt"):
+        verdict = judge(found[name][valid], getattr(exact, name)[valid], getattr(plain, name)[valid])
+        assert verdict.good, f"{name}: {verdict}"
+
+
+def test_the_attention_beside_it_has_the_same_plan():
+    case = mixer_case(MIXED)
+    mixer = case.mixer(thdattn.comm.init("single"), FLOAT64)
+    attn = thdattn.CPAttention(thdattn.comm.init("single"), 2, SIZES.head_dim, dtype="float64", engine="reference")
+    plan = attn.plan(case.batch, "contiguous")
+    zxbcdt, weights, _ = random_inputs(case, FLOAT64)
+    out, _ = mixer.forward(zxbcdt, weights, plan)
+    np.testing.assert_array_equal(out, mixer.forward(zxbcdt, weights, mixer.plan(case.batch))[0])
+    assert mixer.memory(case.batch).work > 0
+
+
+def test_several_ranks_and_caches_refuse_trees():
+    case = mixer_case(MIXED)
+
+    def program(comm):
+        with pytest.raises(ValueError, match=r"batch has trees, and the mixer 2 ranks .* wanted one rank and engine"):
+            case.mixer(comm, FLOAT64).plan(case.batch)
+
+    thdattn.comm.run_local(2, program)
+    mixer = case.mixer(thdattn.comm.init("single"), FLOAT64)
+    zxbcdt, weights, _ = random_inputs(case, FLOAT64)
+    _, saved = mixer.forward(zxbcdt, weights, mixer.plan(case.batch))
+    with pytest.raises(ValueError, match="saved is of trees, wanted one sequence per text"):
+        mixer.cache(case.batch.num_seqs).fill(saved)
