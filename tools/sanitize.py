@@ -65,7 +65,8 @@ EXPLAINED = {
     **{("synccheck", kernel, "Barrier error detected"): NAMED for kernel in ("thd_ssd_scan", "thd_ssd_bwd_sm90")},
     **{("initcheck", kernel, "Uninitialized __global__ memory read"): HIDDEN
        for kernel in ("thd_mixer_conv", "thd_mixer_conv_bwd", "thd_ssd_conv_states_sm90")},
-    ("initcheck", "thd_mixer_gate_bwd", "Uninitialized __global__ memory read"): "written by bulk copies",
+    **{("initcheck", kernel, "Uninitialized __global__ memory read"): "written by bulk copies"
+       for kernel in ("thd_mixer_gate_bwd", "thd_ssd_chunk_states")},
     ("initcheck", "thd_attn_fwd_sm90", "Uninitialized __global__ memory read"): "order behind the last piece, unused",
 }  # fmt: skip
 SECONDS, NOT_ENDED, NOT_BEGUN = 200, 124, 125  # that one program may take, and statuses of those out of time

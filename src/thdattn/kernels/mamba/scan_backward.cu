@@ -95,6 +95,7 @@ struct Walk {
   }
   __device__ __forceinline__ void load(Shared& shared, int stage, int chunk, const MixerSize& size) const {
     const int pitch = kBack ? size.inner() : size.channels();
+    // initcheck reports x here too, if thd_ssd_conv_states_sm90 wrote it by bulk copies.
     load_chunk<T, kCols, kThreads>(shared.rows[stage], rows, pitch, chunk, size.rows, threadIdx.x);
     load_chunk<T, kSlice, kThreads>(shared.columns[stage], columns, size.channels(), chunk, size.rows, threadIdx.x);
   }
