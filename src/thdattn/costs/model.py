@@ -119,15 +119,16 @@ class Cost:
 class OnPaper(SingleComm):
     """A rank of a layout that exists on paper only; it cannot communicate.
 
-    overlaps, reads_peers: True if all ranks are on one machine.
+    reads_peers: True if all ranks are on one machine; else NCCL carries what is exchanged, beside kernels too.
     """
 
-    name = "paper"
+    name, overlaps = "paper", True
 
     def __init__(self, rank: int, size: int, per_node: int) -> None:
         super().__init__()
         self.rank, self.size = rank, size
-        self.overlaps = self.reads_peers = size <= per_node
+        self.reads_peers = size <= per_node
+        self.spans_machines = not self.reads_peers
 
     def _gather_values(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -376,7 +377,7 @@ class _Clock:
         _, tiles = pairs_and_tiles(core.sharding, core.window)
         work = np.array([self.compute(int(number), share) for number in tiles])
         before, after = (self._travel(x / share, self._neighbours) for x in rows)
-        hides = self._is_near and rows.received() >= group_cast.WORTH_OVERLAPPING
+        hides = rows.received() >= group_cast.WORTH_OVERLAPPING
         own = hides * work * own_tiles(core.sharding, core.window)[self.direction] / np.maximum(1, tiles)
         travel, rest = (after, before) if self.direction else (before, after)
         return float((work - own + np.maximum(own, travel)).max()) + rest + self._put_in_order(rows, share)
@@ -386,7 +387,7 @@ class _Clock:
 
         Gradients of keys of all ranks are in the order of ranks as kernels store them; they are read to be added up.
         """
-        stored = self.layer.method is all_gather and self._is_near
+        stored = self.layer.method is all_gather
         moved = sum(passes * (int(x.sum(axis=0).max()) + size * self.layer.core.local_key_rows)
                     for passes, size, x in zip((2, 1 if stored else 2), self.layer.row_bytes, rows, strict=True)
                     if x.any())
@@ -401,14 +402,11 @@ class _Clock:
                 for number in tiles]  # out or dq, in float32
         keys, sums = (self._hop(float(x.max()) / share) for x in rows)
         if self.direction == 0:  # every step except the last overlaps the exchange of the next slice
-            return sum(self._beside(now, keys) for now in work[:-1]) + work[-1]
+            return sum(max(now, keys) for now in work[:-1]) + work[-1]
         # The own slice is the last one; sums follow a hop behind the keys.
-        steps = [self._beside(now, keys * (step < size - 2) + sums * (step > 0))
+        steps = [max(now, keys * (step < size - 2) + sums * (step > 0))
                  for step, now in enumerate([*work[1:], work[0]])]
         return keys + sum(steps)
-
-    def _beside(self, work: float, travel: float) -> float:
-        return max(work, travel) if self._is_near else work + travel
 
     def _hop(self, size: float) -> float:
         return self.rates.latency + size / (self.rates.link if self._is_near else self.rates.between)

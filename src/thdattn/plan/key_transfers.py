@@ -145,12 +145,15 @@ class NeededRows:
     def table(self) -> Ints:
         """(cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal."""
         cp_size = len(self.sizes)
-        table = np.zeros((cp_size, cp_size), np.int64)
-        for rank in range(cp_size):
-            _, receiver, _, _, sizes = self.sends(rank)
-            table[rank] = np.bincount(receiver, sizes, minlength=cp_size)
-        np.fill_diagonal(table, 0)
-        return table
+        rank, begin, end, _ = self.owned[:, np.argsort(self.owned[1])]  # in the order of the pack
+        key_rank, key_begin, key_end, _ = self.runs
+        first, stop = np.searchsorted(end, key_begin, side="right"), np.searchsorted(begin, key_end)
+        counts = np.maximum(stop - first, 0)
+        run, key = rows_of_runs(first, counts), np.repeat(np.arange(len(counts)), counts)
+        sizes = np.minimum(end[run], key_end[key]) - np.maximum(begin[run], key_begin[key])
+        table = np.bincount(rank[run] * cp_size + key_rank[key], sizes, cp_size**2).astype(np.int64)
+        table[:: cp_size + 1] = 0
+        return table.reshape(cp_size, cp_size)
 
     def key_side(self, cp_rank: int) -> KeySide:
         """Return the arrays of one rank's buffer."""
