@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from thdattn.arguments import as_count, check_kind
+from thdattn.arguments import as_count, as_host_ints, check_kind
 from thdattn.engines import Engine
 from thdattn.plan.mask import most_in_sight
 from thdattn.plan.plan import Plan
@@ -62,6 +63,23 @@ class KVCache:
     def reset(self) -> None:
         """Empty all sequences."""
         self.lengths.fill(0)
+
+    def fork(self, sources: ArrayLike) -> KVCache:
+        """Return a new cache whose texts continue texts of this one, such as several answers to one prompt.
+
+        The prompt is computed once, and its rows are copied. This cache stays as it is. Call it outside of captures.
+
+        Args:
+            sources: (number of texts,) integers, at least one: the text of this cache that each new text continues.
+
+        Raises:
+            TypeError: sources that are not integers.
+            ValueError: sources of another shape, a text that is not in the cache, or too many rows.
+        """
+        texts = as_texts(sources, self.num_texts)
+        check_rows(len(texts), self.capacity)
+        k, v, lengths = (copy_texts(self._engine, x, texts) for x in (self.k, self.v, self.lengths))
+        return KVCache(len(texts), self.capacity, self.window, k, v, lengths, self._engine)
 
     def fill(self, k: Any, v: Any, plan: Plan) -> None:
         """Replace the cache's contents with the keys and values of a forward: sequence i of the pack becomes text i.
@@ -136,15 +154,43 @@ def make_cache(
             f"with thdattn.comm.init('single')"
         )
     num_texts, capacity = as_count("num_texts", num_texts), as_count("capacity", capacity)
-    if num_texts * capacity > MAX_ROWS:
-        raise ValueError(
-            f"num_texts * capacity is {num_texts} * {capacity}, wanted at most {MAX_ROWS:,} rows; make several caches"
-        )
+    check_rows(num_texts, capacity)
     heads = num_texts, capacity, made_for["num_kv_heads"]
     k, v = (engine.empty((*heads, made_for[width]), made_for["dtype"]) for width in ("head_dim", "v_head_dim"))
     lengths = engine.empty((num_texts,), np.int32)
     lengths.fill(0)
     return KVCache(num_texts, capacity, made_for["window"], k, v, lengths, engine)
+
+
+def check_rows(num_texts: int, capacity: int) -> None:
+    """Raise a ValueError for more rows than a cache numbers."""
+    if num_texts * capacity > MAX_ROWS:
+        raise ValueError(
+            f"num_texts * capacity is {num_texts} * {capacity}, wanted at most {MAX_ROWS:,} rows; make several caches"
+        )
+
+
+def as_texts(sources: ArrayLike, num_texts: int) -> list[int]:
+    """Return the texts of a cache that a fork continues; raise a TypeError or ValueError if they are none."""
+    texts = as_host_ints("sources", sources)
+    if texts.ndim != 1 or not texts.size:
+        raise ValueError(f"sources has shape {texts.shape}, wanted (number of texts,), one or more; pass the text that "
+                         f"each new text continues")
+    wrong = (texts < 0) | (texts >= num_texts)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(f"sources[{index}] is {texts[index]}, wanted 0 <= text < {num_texts}, the texts of the cache; "
+                         f"pass one of these")
+    chosen: list[int] = texts.tolist()
+    return chosen
+
+
+def copy_texts(engine: Engine, x: Any, texts: list[int]) -> Any:
+    """Return a new array of some texts of an array of a cache, (num_texts, ...)."""
+    made = engine.empty((len(texts), *x.shape[1:]), x.dtype)
+    for text, source in enumerate(texts):
+        made[text] = x[source]
+    return made
 
 
 def rows_to_decode(q: Any, cache: KVCache) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import ArrayLike
+
 from thdattn.arguments import as_count, check_kind
 from thdattn.checks import check_same
 from thdattn.engines import Engine
+from thdattn.kv_cache import as_texts, copy_texts
 from thdattn.mamba import context_parallel
 from thdattn.mamba.saved import Mamba2Saved
 from thdattn.mamba.select import mixer_engine
@@ -55,6 +58,22 @@ class Mamba2Cache:
         """Make all sequences empty, and keep `active`."""
         self.rows.fill(0)
         self.states.fill(0)
+
+    def fork(self, sources: ArrayLike) -> Mamba2Cache:
+        """Return a new cache whose texts continue texts of this one; see KVCache.fork.
+
+        Args:
+            sources: (number of texts,) integers, at least one: the text of this cache that each new text continues.
+
+        Raises:
+            TypeError: sources that are not integers.
+            ValueError: sources of another shape, a text that is not in the cache, or too many texts.
+        """
+        texts = as_texts(sources, self.num_texts)
+        as_count("the number of sources", len(texts), "make several caches", MAX_TEXTS)
+        rows, states, active = (copy_texts(self._engine, x, texts) for x in (self.rows, self.states, self.active))
+        work = self._engine.empty((len(texts), *self.work.shape[1:]), self.work.dtype)
+        return Mamba2Cache(len(texts), rows, states, active, work, self._shape, self._engine)
 
     def fill(self, saved: Mamba2Saved) -> None:
         """Take over the final rows and states of a forward: sequence i of the pack becomes sequence i of the cache.
