@@ -13,8 +13,7 @@ import pytest
 from launch import SOURCE
 
 from thdattn.jit import structs
-from thdattn.kernels.configs import STATIC_BYTES, TILES, Tiles
-from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
+from thdattn.kernels.configs import STATIC_BYTES, TILES, BackwardByGradientSm90, BackwardSharedDqSm90, Tiles
 from thdattn.kernels.instances import (
     CACHE_KERNELS,
     EXCHANGE_KERNELS,

@@ -33,8 +33,7 @@ from thdattn.engines.cuda.workspace import (
 )
 from thdattn.jit import compiler
 from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, OWNERS, PACK_FILTER, PARTIALS
-from thdattn.kernels.configs import DQ_ROWS, TILES, Tiles, lanes_of
-from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
+from thdattn.kernels.configs import DQ_ROWS, TILES, BackwardByGradientSm90, BackwardSharedDqSm90, Tiles, lanes_of
 from thdattn.kernels.instances import Instance
 from thdattn.plan.owners import places_of_keys
 from thdattn.plan.plan import Plan

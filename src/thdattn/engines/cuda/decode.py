@@ -71,8 +71,8 @@ def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind)
     chosen = row.decode
     blocks = num_kv_heads * -(-group // chosen.heads)  # of a row and part
     splits = chosen.splits(gpu.multiprocessors, num_rows * blocks, cache.longest_range)
-    shares = num_rows * blocks * splits * min(group, chosen.heads) if splits > 1 else 0
-    fixed = (launch.empty((shares, cache.v.shape[3]), np.float32), launch.empty((shares, 2), np.float32),
+    num_partials = num_rows * blocks * splits * min(group, chosen.heads) if splits > 1 else 0
+    fixed = (launch.empty((num_partials, cache.v.shape[3]), np.float32), launch.empty((num_partials, 2), np.float32),
              cupy.zeros(num_rows * blocks, np.uint32), np.int32(group))  # fmt: skip
     kernel = compiler.kernel(*row.thd_attn_decode(cache.k.dtype.name, kind))
     lse = launch.empty((num_heads, num_rows), np.float32)

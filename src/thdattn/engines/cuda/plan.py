@@ -24,9 +24,9 @@ from thdattn.plan.key_transfers import Pieces, all_rows, needed_rows
 from thdattn.plan.plan import Plan, PlanArrays, key_side_ints
 from thdattn.sharding import Sharding
 
-POISON_BLOCKS = 64  # of 256 threads, which end at once if the lengths are right
+NAN_BLOCKS = 64  # of 256 threads, which end at once if the lengths are right
 _ORDER_INTS = 5  # ints of a tile: its places in two orders, and three for its cost
-_CHECK, _ROWS, _PIECES, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _PAIRS, _POISON = PLAN_KERNELS
+_CHECK, _ROWS, _RUNS, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _PAIRS, _NAN_IF_INVALID = PLAN_KERNELS
 
 
 def plan_arrays(
@@ -316,7 +316,7 @@ def _key_side(spec: _Spec, rows: _Rows) -> dict[str, Array]:
     side = needed_rows(sharding.batch, sharding.cp_size, spec.window, sharding.local_rows).key_side(spec.cp_rank)
     whole = Pieces.joined(side)
     made = launch.empty((whole.size,), np.int32)
-    _make(None, _PIECES, (_blocks(whole.size),), (made, *_table(whole), np.int32(whole.size)))
+    _make(None, _RUNS, (_blocks(whole.size),), (made, *_table(whole), np.int32(whole.size)))
     ends = itertools.accumulate(pieces.size for pieces in side)
     arrays = {field: made[end - pieces.size : end]
               for (field, pieces), end in zip(side._asdict().items(), ends, strict=True)}
@@ -407,7 +407,7 @@ def nan_if_invalid(plan: Plan, *results: Array) -> None:
     lengths = plan.arrays.lengths
     if lengths is None or lengths.are_right():
         return
-    kernel, grid = compiler.kernel(_POISON), (POISON_BLOCKS,)
+    kernel, grid = compiler.kernel(_NAN_IF_INVALID), (NAN_BLOCKS,)
     run = plan.memoize("nan_if_invalid", lambda: Launch(kernel, grid, 256, (lengths.wrong,), early=True))
     for i in range(0, len(results), 3):
         three = results[i : i + 3]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from thdattn.engines.cuda.launch import Array, Gpu
-from thdattn.kernels.configs import MAX_KV_SPLITS
-from thdattn.kernels.hopper_configs import ForwardSm90
+from thdattn.kernels.configs import MAX_KV_SPLITS, ForwardSm90
 from thdattn.plan.plan import Plan
 from thdattn.plan.ranges import FEW_SEQUENCES
 

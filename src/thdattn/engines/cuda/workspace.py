@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.engines.cuda import launch, scheduler
-from thdattn.kernels.configs import STATS_ROWS, TILES
-from thdattn.kernels.hopper_configs import BackwardByGradientSm90
+from thdattn.kernels.configs import STATS_ROWS, TILES, BackwardByGradientSm90
 from thdattn.plan.memory import Layer
 from thdattn.plan.owners import partials_of_keys
 from thdattn.plan.plan import Plan
