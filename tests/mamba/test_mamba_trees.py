@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from mixer_cases import BFLOAT16, FIELDS, FIELDS_WITH_NORM, FLOAT16, FLOAT32, FLOAT64, SIZES, Case, random_inputs
@@ -43,17 +41,9 @@ def step(case, dtype, inputs, **options):
 
 
 def truth(case, inputs, rounding=None):
-    """The oracle's results over the paths. The gradient of a row goes to the first of its paths: others then add 0."""
+    """The oracle's results over the trees."""
     zxbcdt, weights, dout = inputs
-    paths, rows = unrolled(case.batch)
-    first = np.zeros(len(rows), bool)
-    first[np.unique(rows, return_index=True)[1]] = True
-    result = oracle.packed_mixer(paths, zxbcdt[rows], weights, np.where(first[:, None], dout[rows], 0), case.sizes,
-                                 rounding, case.norm)  # fmt: skip
-    out, dzxbcdt = np.zeros(dout.shape), np.zeros(zxbcdt.shape)
-    out[rows] = result.out
-    np.add.at(dzxbcdt, rows, result.zxbcdt)
-    return replace(result, out=out, zxbcdt=dzxbcdt)
+    return oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes, rounding, case.norm)
 
 
 def check(case, **options):
@@ -69,6 +59,23 @@ def check(case, **options):
 @pytest.mark.parametrize("trees", [*TREES, *map(random_case, range(8))], ids=str)
 def test_trees_give_what_the_paths_give(trees):
     check(mixer_case(trees))
+
+
+@pytest.mark.parametrize("trees", [*TREES, random_case(9)], ids=str)
+def test_the_oracle_of_trees_is_that_of_the_paths(trees):
+    case = mixer_case(trees)
+    zxbcdt, weights, dout = random_inputs(case, FLOAT64)
+    paths, rows = unrolled(case.batch)
+    first = np.zeros((len(rows), 1), bool)
+    first[np.unique(rows, return_index=True)[1]] = True
+    of_paths = oracle.packed_mixer(paths, zxbcdt[rows], weights, np.where(first, dout[rows], 0), case.sizes)
+    of_trees = truth(case, (zxbcdt, weights, dout))
+    np.testing.assert_allclose(of_trees.out[rows], of_paths.out, rtol=1e-12, atol=1e-13)
+    summed = np.zeros_like(of_trees.zxbcdt)
+    np.add.at(summed, rows, of_paths.zxbcdt)
+    np.testing.assert_allclose(of_trees.zxbcdt, summed, rtol=1e-10, atol=1e-12)
+    for name in FIELDS[2:]:
+        np.testing.assert_allclose(getattr(of_trees, name), getattr(of_paths, name), rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("options", [

@@ -1,7 +1,8 @@
 """Mamba-2 mixer by its definition, row by row in float64, and as plain low-precision maths: the oracle of both engines.
 
 It knows documents, not plans: it shares no code with engines, plans or ranks. `packed_mixer` splits a packed batch into
-documents by their lengths and computes each by itself, so padding never takes part.
+documents by their lengths and computes each by itself, so padding never takes part. A prefix tree is the documents from
+its root to its leaves: the gradient of a shared row of out goes to the first one, and those of its inputs are summed.
 """
 
 from __future__ import annotations
@@ -74,14 +75,34 @@ def packed_mixer(
         norm: None for a mixer without one.
     """
     total = Result(np.zeros(dout.shape), np.zeros(zxbcdt.shape), *(np.zeros(x.shape) for x in weights))
-    for begin, length in zip(batch.cu_seqlens_padded[:-1].tolist(), batch.lengths.tolist(), strict=True):
-        rows = slice(begin, begin + length)
-        if length:
-            document = mixer(zxbcdt[rows], weights, dout[rows], sizes, rounding, norm)
-            total.out[rows], total.zxbcdt[rows] = document.out, document.zxbcdt
+    is_new = np.ones((len(dout), 1), bool)
+    for rows in _documents(batch):
+        if len(rows):
+            document = mixer(zxbcdt[rows], weights, np.where(is_new[rows], dout[rows], 0), sizes, rounding, norm)
+            is_new[rows] = False
+            total.out[rows] = document.out
+            total.zxbcdt[rows] += document.zxbcdt
             for name in FIELDS_WITH_NORM[2 : 2 + len(weights)]:
                 setattr(total, name, getattr(total, name) + getattr(document, name))
     return total
+
+
+def _documents(batch: PackedBatch) -> list[Array]:
+    """Return the rows of every document, and of every path from a root to a leaf, from the parents of nodes alone."""
+    starts, before = batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens.tolist()
+    if batch.parents is None:
+        lengths = batch.lengths.tolist()
+        return [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    parents, nodes = np.asarray(batch.parents).tolist(), np.asarray(batch.nodes).tolist()
+    paths: list[Array] = []
+    tree = -1
+    for node, parent in enumerate(parents):
+        tree += parent < 0
+        first = starts[tree] + nodes[node] - before[tree]
+        own = np.arange(first, first + nodes[node + 1] - nodes[node])
+        paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
+    inner = set(parents)
+    return [path for node, path in enumerate(paths) if node not in inner]
 
 
 def mixer(
