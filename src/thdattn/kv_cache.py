@@ -65,24 +65,24 @@ class KVCache:
         self.lengths.fill(0)
 
     def fork(self, sources: ArrayLike) -> KVCache:
-        """Return a new cache whose texts continue texts of this one, such as several answers to one prompt.
+        """Return a new cache whose sequences continue sequences of this one, such as several answers to one prompt.
 
         The prompt is computed once, and its rows are copied. This cache stays as it is. Call it outside of captures.
 
         Args:
-            sources: (number of texts,) integers, at least one: the text of this cache that each new text continues.
+            sources: (number of sequences,) integers, at least one: the sequence that each new one continues.
 
         Raises:
             TypeError: sources that are not integers.
-            ValueError: sources of another shape, a text that is not in the cache, or too many rows.
+            ValueError: sources of another shape, a sequence that is not in the cache, or too many rows.
         """
-        texts = as_texts(sources, self.num_texts)
-        check_rows(len(texts), self.capacity)
-        k, v, lengths = (copy_texts(self._engine, x, texts) for x in (self.k, self.v, self.lengths))
-        return KVCache(len(texts), self.capacity, self.window, k, v, lengths, self._engine)
+        sequences = as_sequences(sources, self.num_texts)
+        check_rows(len(sequences), self.capacity)
+        k, v, lengths = (copy_sequences(self._engine, x, sequences) for x in (self.k, self.v, self.lengths))
+        return KVCache(len(sequences), self.capacity, self.window, k, v, lengths, self._engine)
 
     def fill(self, k: Any, v: Any, plan: Plan) -> None:
-        """Replace the cache's contents with the keys and values of a forward: sequence i of the pack becomes text i.
+        """Replace the cache's contents with the keys and values of a forward, sequence by sequence of the pack.
 
         Args:
             k, v: (plan.local_key_rows, num_kv_heads, width), as passed to CPAttention.forward.
@@ -100,16 +100,16 @@ class KVCache:
         if plan.cp_size != 1 or batch.num_seqs != self.num_texts:
             raise ValueError(
                 f"plan is of {batch.num_seqs} sequences on {plan.cp_size} ranks, wanted {self.num_texts} on one, the "
-                f"texts of the cache; pack one sequence per text, empty ones where there is nothing"
+                f"sequences of the cache; pack as many, empty ones where there is nothing"
             )
         if batch.trees is not None:
-            raise ValueError("plan is of trees, wanted one sequence per text, as a text of a cache is one path; fill "
+            raise ValueError("plan is of trees, wanted one path per sequence of the cache; fill "
                              "it from a batch of the paths (PackedBatch.paths)")
         if not batch.on_device and batch.lengths.max() > self.capacity:
-            text = int(batch.lengths.argmax())
+            sequence = int(batch.lengths.argmax())
             raise ValueError(
-                f"sequence {text} has {batch.lengths[text]} tokens, wanted at most {self.capacity}, the capacity; make "
-                f"the cache larger"
+                f"sequence {sequence} has {batch.lengths[sequence]} tokens, wanted at most {self.capacity}, the "
+                f"capacity; make the cache larger"
             )
         k, v = (self._checked(name, x, like, plan) for name, x, like in (("k", k, self.k), ("v", v, self.v)))
         plan.check(wait=False)
@@ -118,11 +118,11 @@ class KVCache:
 
     def check(self) -> None:
         """Wait for the device, and raise a RuntimeError that names the sequences that did not fit."""
-        full = [text for text, length in enumerate(self.lengths.tolist()) if length > self.capacity]
+        full = [sequence for sequence, length in enumerate(self.lengths.tolist()) if length > self.capacity]
         if full:
             raise RuntimeError(
-                f"texts {full} had more than {self.capacity} rows, the capacity of the cache, or were filled by wrong "
-                f"lengths on a GPU, and lost some; make it larger, or stop in time, or ask plan.check()"
+                f"sequences {full} had more than {self.capacity} rows, the capacity of the cache, or were filled by "
+                f"wrong lengths on a GPU, and lost some; make it larger, or stop in time, or ask plan.check()"
             )
 
     @property
@@ -150,8 +150,8 @@ def make_cache(
     """Return an empty cache, see CPAttention.cache; made_for: CACHE_TRAITS of the attention."""
     if cp_size > 1:
         raise ValueError(
-            f"comm has {cp_size} ranks, wanted 1: texts in a cache are not spread; give every rank texts of its own, "
-            f"with thdattn.comm.init('single')"
+            f"comm has {cp_size} ranks, wanted 1: sequences in a cache are not spread; give every rank sequences "
+            f"of its own, with thdattn.comm.init('single')"
         )
     num_texts, capacity = as_count("num_texts", num_texts), as_count("capacity", capacity)
     check_rows(num_texts, capacity)
@@ -170,26 +170,26 @@ def check_rows(num_texts: int, capacity: int) -> None:
         )
 
 
-def as_texts(sources: ArrayLike, num_texts: int) -> list[int]:
-    """Return the texts of a cache that a fork continues; raise a TypeError or ValueError if they are none."""
-    texts = as_host_ints("sources", sources)
-    if texts.ndim != 1 or not texts.size:
-        raise ValueError(f"sources has shape {texts.shape}, wanted (number of texts,), one or more; pass the text that "
-                         f"each new text continues")
-    wrong = (texts < 0) | (texts >= num_texts)
+def as_sequences(sources: ArrayLike, num_texts: int) -> list[int]:
+    """Return the sequences of a cache that a fork continues; raise a TypeError or ValueError if they are none."""
+    sequences = as_host_ints("sources", sources)
+    if sequences.ndim != 1 or not sequences.size:
+        raise ValueError(f"sources has shape {sequences.shape}, wanted (number of sequences,), one or more; pass the "
+                         f"sequence that each new one continues")
+    wrong = (sequences < 0) | (sequences >= num_texts)
     if wrong.any():
         index = int(wrong.argmax())
-        raise ValueError(f"sources[{index}] is {texts[index]}, wanted 0 <= text < {num_texts}, the texts of the cache; "
-                         f"pass one of these")
-    chosen: list[int] = texts.tolist()
+        raise ValueError(f"sources[{index}] is {sequences[index]}, wanted 0 <= sequence < {num_texts}, those of the "
+                         f"cache; pass one of these")
+    chosen: list[int] = sequences.tolist()
     return chosen
 
 
-def copy_texts(engine: Engine, x: Any, texts: list[int]) -> Any:
-    """Return a new array of some texts of an array of a cache, (num_texts, ...)."""
-    made = engine.empty((len(texts), *x.shape[1:]), x.dtype)
-    for text, source in enumerate(texts):
-        made[text] = x[source]
+def copy_sequences(engine: Engine, x: Any, sequences: list[int]) -> Any:
+    """Return a new array of some sequences of an array of a cache, (num_texts, ...)."""
+    made = engine.empty((len(sequences), *x.shape[1:]), x.dtype)
+    for sequence, source in enumerate(sequences):
+        made[sequence] = x[source]
     return made
 
 
@@ -200,6 +200,6 @@ def rows_to_decode(q: Any, cache: KVCache) -> int:
     if len(shape) != 3 or not shape[0] or shape[0] % cache.num_texts:
         raise ValueError(
             f"q has shape {shape}, wanted (rows, num_heads, head_dim) with as many rows, one or more, for each of the "
-            f"{cache.num_texts} texts of the cache; pass the next rows of every text"
+            f"{cache.num_texts} sequences of the cache; pass the next rows of every sequence"
         )
     return int(shape[0])

@@ -72,10 +72,10 @@ def test_a_mixer_s_texts_continue_their_prompts():
 
 
 @pytest.mark.parametrize(("sources", "error", "words"), [
-    ([], ValueError, r"sources has shape \(0,\), wanted \(number of texts,\), one or more"),
+    ([], ValueError, r"sources has shape \(0,\), wanted \(number of sequences,\), one or more"),
     ([[0]], ValueError, r"sources has shape \(1, 1\)"),
-    ([0, 3], ValueError, r"sources\[1\] is 3, wanted 0 <= text < 3, the texts of the cache"),
-    ([-1], ValueError, r"sources\[0\] is -1, wanted 0 <= text < 3"),
+    ([0, 3], ValueError, r"sources\[1\] is 3, wanted 0 <= sequence < 3, those of the cache"),
+    ([-1], ValueError, r"sources\[0\] is -1, wanted 0 <= sequence < 3"),
     ([0.5], TypeError, "sources holds float64 values, wanted ints"),
 ])  # fmt: skip
 def test_wrong_sources_are_refused_by_name(sources, error, words):

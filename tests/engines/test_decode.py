@@ -111,7 +111,7 @@ def test_a_text_that_does_not_fit_is_marked_and_never_cut(engine):
         out = to_host(layer.decode(q, k, v, cache))
         assert not out[0].any() and out[1].all()
         assert cache.lengths.tolist() == [4, other]
-        with pytest.raises(RuntimeError, match=r"texts \[0\] had more than 3 rows.*make it larger"):
+        with pytest.raises(RuntimeError, match=r"sequences \[0\] had more than 3 rows.*make it larger"):
             cache.check()
     assert (to_host(cache.k)[0] == half[0]).all() and (to_host(cache.v)[0] == half[0]).all()
     assert (to_host(cache.k)[1, 1:] == to_host(k)[1]).all()
@@ -143,7 +143,7 @@ def decoded(layer, cache, rows=2, heads=4, dtype=np.float32):
         (lambda a, c: a.cache(2, 2.5), TypeError, "capacity is 2.5, a float; wanted an int"),
         (lambda a, c: a.cache(2**15, 2**16), ValueError, r"num_texts \* capacity is 32768 \* 65536, wanted at most"),
         (lambda a, c: decoded(a, 7), TypeError, "cache is 7, a int; wanted a KVCache; make it with attn.cache"),
-        (lambda a, c: decoded(a, c, rows=3), ValueError, r"q has shape \(3, 4, 8\), wanted .* each of the 2 texts"),
+        (lambda a, c: decoded(a, c, rows=3), ValueError, r"q has shape \(3, 4, 8\), wanted .* each of the 2 sequences"),
         (lambda a, c: decoded(a, c, rows=0), ValueError, r"q has shape \(0, 4, 8\), wanted .* one or more"),
         (lambda a, c: decoded(a, c, heads=6), ValueError, r"q has shape \(2, 6, 8\), wanted \(2, 4, 8\)"),
         (lambda a, c: decoded(a, c, dtype=np.float64), TypeError, "q is float64, wanted float32"),

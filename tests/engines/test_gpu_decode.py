@@ -185,7 +185,7 @@ def test_lengths_on_the_gpu_that_do_not_fit_are_marked(cupy):
     x = cupy.asarray(np.ones((20, 2, 64), BFLOAT16))
     cache.fill(x, x, layer.plan(thdattn.PackedBatch(offsets, offsets, total_rows=20), "contiguous"))
     assert cache.lengths.tolist() == [11, 8]
-    with pytest.raises(RuntimeError, match=r"texts \[0\]"):
+    with pytest.raises(RuntimeError, match=r"sequences \[0\]"):
         cache.check()
 
 

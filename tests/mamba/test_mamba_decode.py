@@ -160,7 +160,7 @@ def decoded(mixer, cache, rows=2, dtype=FLOAT32, **changes):
     ("call", "error", "message"),
     [
         (lambda m, c: m.cache(0), ValueError, "num_texts is 0, wanted >= 1"),
-        (lambda m, c: m.cache(2**16), ValueError, "num_texts is 65536, wanted <= 65535; a cache has 1 to 65535 texts"),
+        (lambda m, c: m.cache(2**16), ValueError, "num_texts is 65536, wanted <= 65535; a cache has 1 to 65535"),
         (lambda m, c: m.cache(2.5), TypeError, "num_texts is 2.5, a float; wanted an int"),
         (lambda m, c: decoded(m, 7), TypeError, "cache is 7, a int; wanted a Mamba2Cache; make it with mixer.cache"),
         (lambda m, c: decoded(m, c, rows=3), ValueError, r"zxbcdt has shape \(3, 48\), wanted \(2, 48\); pass one row"),

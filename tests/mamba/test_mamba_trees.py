@@ -120,5 +120,5 @@ def test_several_ranks_and_caches_refuse_trees():
     mixer = case.mixer(thdattn.comm.init("single"), FLOAT64)
     zxbcdt, weights, _ = random_inputs(case, FLOAT64)
     _, saved = mixer.forward(zxbcdt, weights, mixer.plan(case.batch))
-    with pytest.raises(ValueError, match="saved is of trees, wanted one sequence per text"):
+    with pytest.raises(ValueError, match="saved is of trees, wanted one path per sequence of the cache"):
         mixer.cache(case.batch.num_seqs).fill(saved)

@@ -247,7 +247,7 @@ def test_kv_caches_refuse_trees():
     layer, batch = attention(thdattn.comm.init("single")), replace(MIXED, slack=0).batch(1)
     plan = layer.plan(batch, "contiguous")
     k = np.zeros((batch.total_rows, 2, 8))
-    with pytest.raises(ValueError, match="plan is of trees, wanted one sequence per text"):
+    with pytest.raises(ValueError, match="plan is of trees, wanted one path per sequence of the cache"):
         layer.cache(batch.num_seqs, 500).fill(k, k, plan)
 
 

@@ -10,13 +10,13 @@ from numpy.typing import ArrayLike
 from thdattn.arguments import as_count, check_kind
 from thdattn.checks import check_same
 from thdattn.engines import Engine
-from thdattn.kv_cache import as_texts, copy_texts
+from thdattn.kv_cache import as_sequences, copy_sequences
 from thdattn.mamba import context_parallel
 from thdattn.mamba.saved import Mamba2Saved
 from thdattn.mamba.select import mixer_engine
 from thdattn.mamba.shape import MixerShape
 
-MAX_TEXTS = 2**16 - 1  # thread blocks in y of one launch
+MAX_SEQUENCES = 2**16 - 1  # thread blocks in y of one launch
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # to compare or print arrays would wait for the GPU
@@ -60,20 +60,21 @@ class Mamba2Cache:
         self.states.fill(0)
 
     def fork(self, sources: ArrayLike) -> Mamba2Cache:
-        """Return a new cache whose texts continue texts of this one; see KVCache.fork.
+        """Return a new cache whose sequences continue sequences of this one; see KVCache.fork.
 
         Args:
-            sources: (number of texts,) integers, at least one: the text of this cache that each new text continues.
+            sources: (number of sequences,) integers, at least one: the sequence that each new one continues.
 
         Raises:
             TypeError: sources that are not integers.
-            ValueError: sources of another shape, a text that is not in the cache, or too many texts.
+            ValueError: sources of another shape, a sequence that is not in the cache, or too many sequences.
         """
-        texts = as_texts(sources, self.num_texts)
-        as_count("the number of sources", len(texts), "make several caches", MAX_TEXTS)
-        rows, states, active = (copy_texts(self._engine, x, texts) for x in (self.rows, self.states, self.active))
-        work = self._engine.empty((len(texts), *self.work.shape[1:]), self.work.dtype)
-        return Mamba2Cache(len(texts), rows, states, active, work, self._shape, self._engine)
+        sequences = as_sequences(sources, self.num_texts)
+        as_count("the number of sources", len(sequences), "make several caches", MAX_SEQUENCES)
+        rows, states, active = (copy_sequences(self._engine, x, sequences)
+                                for x in (self.rows, self.states, self.active))  # fmt: skip
+        work = self._engine.empty((len(sequences), *self.work.shape[1:]), self.work.dtype)
+        return Mamba2Cache(len(sequences), rows, states, active, work, self._shape, self._engine)
 
     def fill(self, saved: Mamba2Saved) -> None:
         """Take over the final rows and states of a forward: sequence i of the pack becomes sequence i of the cache.
@@ -92,10 +93,10 @@ class Mamba2Cache:
         if plan.cp_size != 1 or batch.num_seqs != self.num_texts:
             raise ValueError(
                 f"saved is of {batch.num_seqs} sequences on {plan.cp_size} ranks, wanted {self.num_texts} on one, the "
-                f"texts of the cache; pack one sequence per text, empty ones where there is nothing"
+                f"sequences of the cache; pack as many, empty ones where there is nothing"
             )
         if plan.has_trees:
-            raise ValueError("saved is of trees, wanted one sequence per text, as a text of a cache is one path; fill "
+            raise ValueError("saved is of trees, wanted one path per sequence of the cache; fill "
                              "it from a forward over the paths (PackedBatch.paths)")
         made = traits(saved.made_with, plan.engine)
         check_same("saved was made with", made, self.made_for, "pass what a forward of this mixer returned")
@@ -119,10 +120,11 @@ def make_cache(engine: Engine, cp_size: int, num_texts: int, shape: MixerShape) 
     """Make a cache of empty sequences; see Mamba2Mixer.cache."""
     if cp_size > 1:
         raise ValueError(
-            f"comm has {cp_size} ranks, wanted 1: texts in a cache are not spread; give every rank texts of its own, "
-            f"with thdattn.comm.init('single')"
+            f"comm has {cp_size} ranks, wanted 1: sequences in a cache are not spread; give every rank sequences "
+            f"of its own, with thdattn.comm.init('single')"
         )
-    num_texts = as_count("num_texts", num_texts, f"a cache has 1 to {MAX_TEXTS} texts; make several", MAX_TEXTS)
+    remedy = f"a cache has 1 to {MAX_SEQUENCES} sequences; make several"
+    num_texts = as_count("num_texts", num_texts, remedy, MAX_SEQUENCES)
     rows = engine.empty((num_texts, shape.reach, shape.channels), shape.dtype)
     made, work = (engine.empty((num_texts, *sizes), shape.sum_dtype) for sizes in (shape.state, (shape.channels,)))
     active = engine.empty((num_texts,), bool)

@@ -33,7 +33,7 @@ def _append(new_rows: int, cache: KVCache) -> tuple[Array, Launch]:
 
 
 def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
-    """Copy sequence i of a pack to text i of the cache; see reference.cache_fill."""
+    """Copy sequence i of a pack to sequence i of the cache; see reference.cache_fill."""
     num_seqs, lengths = plan.key_batch.num_seqs, plan.arrays.lengths
     compiler.kernel(_FILL)(
         (-(-max(len(k), num_seqs) // 8),), 256,

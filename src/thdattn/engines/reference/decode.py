@@ -22,7 +22,7 @@ def attn_decode(
 
     Args:
         q: (num_rows, num_heads, head_dim).
-        key_ranges: (num_rows, 2) int32, [begin, end) of text * capacity + row; may be empty.
+        key_ranges: (num_rows, 2) int32, [begin, end) of sequence * capacity + row; may be empty.
         cache: gives k and v.
         options: softmax_scale and softcap are used.
         sinks: as ForwardInputs has them.
@@ -60,20 +60,21 @@ def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
     """Append new rows to their sequences and update lengths; only mark a sequence that does not fit.
 
     Args:
-        k, v: (num_texts * new_rows, num_kv_heads, width), the new rows of text 0, then of text 1, ...
+        k, v: (num_texts * new_rows, num_kv_heads, width), the new rows of sequence 0, then of sequence 1, ...
         cache: its k, v and lengths change.
 
     Returns:
-        key_ranges: (num_texts * new_rows, 2) int32, keys that the new rows see, as rows text * capacity + row; (0, 0)
-            for a sequence that does not fit.
+        key_ranges: (num_texts * new_rows, 2) int32, keys that the new rows see, as rows sequence * capacity + row;
+            (0, 0) for a sequence that does not fit.
     """
     new_rows = len(k) // cache.num_texts
     before = cache.lengths.copy()
     fits = before <= cache.capacity - new_rows
     cache.lengths[...] = np.where(fits, before + new_rows, cache.capacity + 1)
-    for text in np.flatnonzero(fits):
-        there, here = slice(before[text], cache.lengths[text]), slice(text * new_rows, (text + 1) * new_rows)
-        cache.k[text, there], cache.v[text, there] = k[here], v[here]
+    for sequence in np.flatnonzero(fits):
+        there = slice(before[sequence], cache.lengths[sequence])
+        here = slice(sequence * new_rows, (sequence + 1) * new_rows)
+        cache.k[sequence, there], cache.v[sequence, there] = k[here], v[here]
     position, length = before[:, None] + np.arange(new_rows), cache.lengths[:, None]
     seen = np.stack(in_sight(position, length, length, cache.window), axis=2)
     ranges = seen + cache.capacity * np.arange(cache.num_texts)[:, None, None]
@@ -90,6 +91,6 @@ def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
         cache: its k, v and lengths change.
     """
     batch = plan.key_batch
-    for text, (begin, length) in enumerate(zip(batch.cu_seqlens_padded[:-1], batch.lengths, strict=True)):
-        cache.k[text, :length], cache.v[text, :length] = k[begin : begin + length], v[begin : begin + length]
+    for sequence, (begin, length) in enumerate(zip(batch.cu_seqlens_padded[:-1], batch.lengths, strict=True)):
+        cache.k[sequence, :length], cache.v[sequence, :length] = k[begin : begin + length], v[begin : begin + length]
     cache.lengths[...] = batch.lengths

@@ -27,12 +27,12 @@ def mixer_decode(
 
     Args:
         zxbcdt: (num_texts, columns).
-        rows, states: see Mamba2Cache; those of active texts change.
+        rows, states: see Mamba2Cache; those of active sequences change.
         active: (num_texts,) bool.
         work: (num_texts, channels) float32 (float64), which gets x, B and C behind the convolution and silu.
 
     Returns:
-        out: (num_texts, d_inner); 0 for texts that are not active.
+        out: (num_texts, d_inner); 0 for sequences that are not active.
     """
     out = np.zeros((len(zxbcdt), shape.d_inner), zxbcdt.dtype)
     z, xbc, raw = (part[active] for part in shape.parts(zxbcdt))
@@ -71,11 +71,11 @@ def mixer_fill(
     rows[...], states[...] = 0, 0
     _, xbc, _ = shape.parts(zxbcdt)
     batch = plan.batch
-    for text, (begin, length) in enumerate(zip(batch.cu_seqlens_padded[:-1], batch.lengths, strict=True)):
+    for sequence, (begin, length) in enumerate(zip(batch.cu_seqlens_padded[:-1], batch.lengths, strict=True)):
         if length:
             count, end = min(shape.reach, length), begin + length
-            rows[text, shape.reach - count :] = xbc[end - count : end]
-            states[text] = _state_behind(act, segment_states, weights, shape, begin, end)
+            rows[sequence, shape.reach - count :] = xbc[end - count : end]
+            states[sequence] = _state_behind(act, segment_states, weights, shape, begin, end)
 
 
 def _state_behind(
