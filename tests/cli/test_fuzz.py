@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -284,6 +286,23 @@ def test_rounds_are_drawn_until_the_time_is_over(capsys, monkeypatch):
     assert status == 0 and 2 < len(lines) <= 22 and summary.startswith(f"chaos: {len(lines)} rounds in ")
 
 
+def test_sigterm_ends_rounds_and_those_before_it_are_recorded(capsys, monkeypatch, tmp_path):
+    played, record, before = [], tmp_path / "fuzz.json", signal.getsignal(signal.SIGTERM)
+
+    def play(each, *_):
+        played.append(each)
+        if len(played) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not chaos._wait(lambda: False, 60.0)
+        return chaos.Outcome(each, 1, 0.0, 0, [])
+
+    monkeypatch.setattr(chaos, "play", play)
+    status, (*lines, summary) = run_chaos(capsys, "--seconds", "60", "--record", str(record))
+    assert status == 0 and len(played) == 4 and len(lines) == 3 and summary.startswith("chaos: 3 rounds in ")
+    ((_, entry),) = json.loads(record.read_text()).items()
+    assert entry["rounds"] == 3 and signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_line_of_chaos_repeats_its_round(capsys):
     mpiexec(2)
     line = "kind=raise ranks=2 rank=0 at=30 seed=9"
@@ -294,7 +313,7 @@ def test_a_line_of_chaos_repeats_its_round(capsys):
     assert results[0] == results[1]
 
 
-def test_a_job_that_does_not_end_in_time_is_found_and_ended(monkeypatch):
+def test_a_job_that_does_not_end_in_time_is_found_told_and_ended(capsys, monkeypatch):
     mpiexec(2)
     monkeypatch.setattr(chaos, "SECONDS_TO_END", -18.0)
     monkeypatch.setattr(chaos, "SECONDS_TO_VANISH", 0.5)
@@ -304,6 +323,8 @@ def test_a_job_that_does_not_end_in_time_is_found_and_ended(monkeypatch):
     outcome = chaos.play(Round("absent", 2, 1, 5, 0), "reference", 20.0)
     assert outcome.wrong[0] == "it still runs 2 s after the fault"
     assert outcome.wrong[1].startswith("processes [") and not started[0].running()
+    stacks = capsys.readouterr().out.split("\nprocess ")[1:]
+    assert len(stacks) == 2 and sum("chaos_ranks.py\", line" in text and " in _fail" in text for text in stacks) == 1
     assert str(outcome).startswith('FAILED --chaos --case "kind=absent ranks=2 rank=1 at=5 seed=0": it still runs')
 
 

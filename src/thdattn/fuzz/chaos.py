@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -36,10 +36,17 @@ ENDS_WELL = ("late", "nothing")
 SECONDS_TO_BEGIN, SECONDS_TO_FAIL, SECONDS_TO_END = 120.0, 240.0, 30.0  # on a busy machine
 SECONDS_TO_VANISH = 30.0
 SECONDS_TO_COMPILE = 400.0
+SECONDS_TO_TELL = 1.0  # in which a rank prints its stacks
 LATEST_ALLOCATION, LATEST_WINDOW = 400, 8
 OF_LIBRARIES = ("mpich", "vader_segment", "sm_segment", "psm", "nccl", "cuda.shm", "sem.")  # prefixes in /dev/shm
 CUDA = "/dev/nvidia-uvm"  # a file that processes have open which use CUDA
 LINGERING_MIB = 64  # memory that a GPU may have in use more than before
+
+_stopping = threading.Event()  # SIGTERM has come
+
+
+class Stopped(Exception):
+    """SIGTERM has come before a round has ended."""
 
 
 class Outcome(NamedTuple):
@@ -108,6 +115,16 @@ class Job:
                     found.append(int(environment.parent.name))
         return found
 
+    def stacks(self) -> str:
+        """Return the stacks of the ranks that still run, which say where a job hangs."""
+        told: list[str] = []
+        for number in {int(line.split()[1]) for line in self.said(" begins")} & {*self.running()}:
+            before = len(self.lines)
+            os.kill(number, signal.SIGUSR1)
+            time.sleep(SECONDS_TO_TELL)
+            told += [f"process {number}:\n", *self.lines[before:]]
+        return "".join(told)
+
     def clean_up(self) -> None:
         """End all that is left of the job."""
         if not self.ended():
@@ -141,10 +158,11 @@ def chaos(arguments: argparse.Namespace) -> int:
         return 2
     begin, shared = time.monotonic(), shared_memory()
     outcomes = []
-    if engine == "cuda":  # compile first, which may take one rank longer than another waits
-        quiet = [Round(ranks=arguments.ranks, seed=seed) for seed in range(2)]
-        outcomes = _played(iter(quiet), len(quiet), engine, SECONDS_TO_COMPILE)
-    outcomes += _played(drawn, arguments.jobs, engine, arguments.timeout)
+    with _sigterm_ends_rounds():
+        if engine == "cuda":  # compile first, which may take one rank longer than another waits
+            quiet = [Round(ranks=arguments.ranks, seed=seed) for seed in range(2)]
+            outcomes = _played(iter(quiet), len(quiet), engine, SECONDS_TO_COMPILE)
+        outcomes += _played(drawn, arguments.jobs, engine, arguments.timeout)
     lost, of_libraries = left_behind(used if engine == "cuda" else [], shared, arguments.settle)
     for text in lost:
         print(f"FAILED: {text}")
@@ -161,6 +179,18 @@ def chaos(arguments: argparse.Namespace) -> int:
     return int(bool(wrong))
 
 
+@contextmanager
+def _sigterm_ends_rounds() -> Iterator[None]:
+    """Let SIGTERM end the rounds within a block. Those that have ended count, the others are cleaned up."""
+    _stopping.clear()
+    before = signal.signal(signal.SIGTERM, lambda *_: _stopping.set())
+    try:
+        yield
+    finally:
+        _stopping.clear()
+        signal.signal(signal.SIGTERM, before)
+
+
 def _played(drawn: Iterator[Round], jobs: int, engine: str, timeout: float) -> list[Outcome]:
     """Play rounds, so many at a time, each drawn when a job has ended; print the outcome of each."""
     taking, outcomes = threading.Lock(), list[Outcome]()
@@ -170,10 +200,10 @@ def _played(drawn: Iterator[Round], jobs: int, engine: str, timeout: float) -> l
             return next(drawn, None)
 
     def work() -> None:
-        while (each := take()) is not None:
-            outcome = play(each, engine, timeout)
-            print(outcome, flush=True)
-            outcomes.append(outcome)
+        while not _stopping.is_set() and (each := take()) is not None:
+            with suppress(Stopped):
+                outcomes.append(play(each, engine, timeout))
+                print(outcomes[-1], flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         for future in [pool.submit(work) for _ in range(jobs)]:
@@ -201,6 +231,9 @@ def play(chaos: Round, engine: str, timeout: float) -> Outcome:
 
     Args:
         timeout: seconds that ranks wait for each other in a collective.
+
+    Raises:
+        Stopped: SIGTERM has come; nothing is left of the job.
     """
     job, wrong, fault = Job.start(chaos, engine, timeout), list[str](), time.monotonic()
     try:
@@ -214,6 +247,7 @@ def play(chaos: Round, engine: str, timeout: float) -> Outcome:
         limit = SECONDS_TO_END + (0 if chaos.kind in AT_ONCE else timeout) + (waits if _may_go_on(chaos) else 0)
         if not _wait(job.ended, limit):
             wrong.append(f"it still runs {limit:.0f} s after the fault")
+            print(f"{chaos.words()} still runs, its stacks are\n{job.stacks()}", flush=True)
         seconds = time.monotonic() - fault
         if not _wait(lambda: not job.running(), SECONDS_TO_VANISH):
             wrong.append(f"processes {job.running()} outlive the launcher")
@@ -252,6 +286,8 @@ def _last_words(job: Job) -> str:
 def _wait(condition: Callable[[], bool], seconds: float) -> bool:
     limit = time.monotonic() + seconds
     while not condition():
+        if _stopping.is_set():
+            raise Stopped
         if time.monotonic() > limit:
             return False
         time.sleep(0.05)

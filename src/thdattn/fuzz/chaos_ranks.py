@@ -5,6 +5,7 @@ They report on stderr to the parent that started them.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -188,6 +189,7 @@ def main(line: str, engine: str, timeout: str) -> None:
         engine: "cuda" or "reference".
         timeout: seconds that ranks wait for each other.
     """
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, also where the GIL is held
     say("begins")
     chaos = Round.from_words(line)
     with init("nccl" if engine == "cuda" else "mpi", timeout=float(timeout)) as comm:
