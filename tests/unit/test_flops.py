@@ -85,7 +85,7 @@ def test_longest_possible_document_does_not_overflow():
     attn = attention(num_heads=1)
     plan = attn.plan(thdattn.PackedBatch([0, 4]))
     longest = thdattn.PackedBatch([0, 2**31 - 1])
-    plan = replace(plan, sharding=thdattn.Sharding(longest, 1, "contiguous"))
+    plan = replace(plan, sharding=thdattn.Sharding(longest, 1, "contiguous"), key_batch=longest)
     assert plan.visible_pairs == (2**31 - 1) * 2**31 // 2
     assert replace(plan, window=(-1, -1)).visible_pairs == (2**31 - 1) ** 2
 
