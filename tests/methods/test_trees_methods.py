@@ -58,8 +58,8 @@ def test_trees_take_every_option(heads, options, dtype):
 @pytest.mark.parametrize("way", TELLING, ids=str)
 def test_trees_take_groups_of_heads(way):
     case = replace(narrow(MIXED, way), name="trees-groups", sinks=True)
-    for options in ({"head_groups": 2, "keep_keys": True}, {"keep_keys": False}):
-        options["head_groups"] = options.get("head_groups", 1) if way.heads[1] % 2 == 0 else 1
+    groups = 2 if way.heads[1] % 2 == 0 else 1
+    for options in ({"head_groups": groups, "keep_keys": True}, {"keep_keys": False}):
         check(case, FLOAT64, run_way(case, way, FLOAT64, engine="reference", **options))
 
 
