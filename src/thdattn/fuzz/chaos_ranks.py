@@ -194,6 +194,7 @@ def main(line: str, engine: str, timeout: str) -> None:
     chaos = Round.from_words(line)
     with init("nccl" if engine == "cuda" else "mpi", timeout=float(timeout)) as comm:
         with init("mpi", timeout=SECONDS_TO_JUDGE) as judges:
+            comm.barrier()  # a rank that is still in that start would wait for an absent one by its long deadline
             _soak_with_fault(chaos, comm, engine, judges)
         comm.barrier()
     say("ends well")
