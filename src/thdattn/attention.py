@@ -56,7 +56,8 @@ class CPAttention:
         head_groups: number of groups of kv heads, a divisor of num_kv_heads; the same on all ranks. Groups are gathered
             and computed one after another, so that the exchange of one group overlaps the compute of another. The
             default follows the bytes that a rank receives; it is 1 where nothing overlaps (comm.overlaps). all_gather
-            uses up to 3 groups by default, of which the first is the smallest.
+            uses up to 3 groups by default, of which the first is the smallest; over NCCL it uses up to 8 equal ones,
+            if the exchange takes a large enough share of the attention.
         keep_keys: forward keeps the gathered keys and values for the backward, which otherwise gathers them again; the
             same on all ranks. By default they are kept if they are no larger than what the layer keeps anyway, and
             with "balanced" whenever ranks exchange some. a2a keeps q, k, v and out as exchanged, by default always.
@@ -159,8 +160,8 @@ class CPAttention:
             key_batch: for cross-attention on one rank, the lengths and rows of the keys, sequence by sequence, on the
                 same side (host or GPU) as batch; None: self-attention. Queries and keys of a sequence are aligned at
                 the end: the query at position p of L_q has position p + L_k - L_q among the L_k keys.
-            like: for lengths on a GPU, a batch on the host with typical lengths. It decides how many heads are computed
-                together; results do not depend on it.
+            like: for lengths on a GPU, a batch on the host with typical lengths, the same on all ranks. It decides how
+                many heads are exchanged and computed together; results do not depend on it.
             finite_padding: padding of q, k, v and dout holds finite numbers, as in a model that computes those rows
                 too. One rank then reads rows in place, where it would otherwise first copy them without padding.
             forward_only: backward is not called with this plan, so free memory need not hold its buffers.
@@ -169,9 +170,9 @@ class CPAttention:
             TypeError: batch, key_batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: an unknown sharding, lengths that the sharding cannot split, a Sharding of another batch or
                 size, or a key_batch of another number of sequences, on the other side or for several ranks. On every
-                rank: prefix trees that this attention cannot have, a batch that differs between ranks, too little free
-                GPU memory on one of several ranks for the work buffers and one layer (see memory), or wrong lengths on
-                a GPU in the previous plan of one rank.
+                rank: prefix trees that this attention cannot have, a batch or like that differs between ranks, too
+                little free GPU memory on one of several ranks for the work buffers and one layer (see memory), or wrong
+                lengths on a GPU in the previous plan of one rank.
             RuntimeError: lengths on the host, inside a captured CUDA graph.
         """
         plan = self._outline(batch, sharding, key_batch, like, finite_padding)
@@ -434,7 +435,7 @@ class CPAttention:
         return attention_flops(pairs, self.num_heads, (self.head_dim, self.v_head_dim))
 
     def _groups(self, plan: Plan) -> tuple[int, ...]:
-        return self._selection.head_groups(plan, self.num_kv_heads, self.dtype, self.head_groups)
+        return self._selection.head_groups(plan, self.num_heads, self.num_kv_heads, self.dtype, self.head_groups)
 
     def _keeps(self, plan: Plan) -> bool:
         return keeps_keys(plan, self.num_heads, self.num_kv_heads, self.keep_keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from cases import BFLOAT16, CASES, FIELDS, check, local_rows, random_inputs, run
 import thdattn
 from thdattn.costs.model import OnPaper
 from thdattn.methods.all_gather import IN_FLIGHT
+from thdattn.plan.build import description
 
 FLOAT64 = np.dtype("float64")
 NAMES = ("gqa-32-8", "mha", "edge-lengths", "window-two-sided", "capacity-contiguous", "ranks-of-padding-dual")
@@ -45,16 +47,70 @@ def test_groups_divide_the_kv_heads():
 @pytest.mark.parametrize(("kv_heads", "groups"), [(1, (1,)), (2, (1, 1)), (3, (1, 1, 1)), (4, (1, 1, 2)),
                                                   (6, (1, 2, 3)), (8, (1, 3, 4)), (64, (8, 24, 32))])  # fmt: skip
 def test_groups_grow_where_much_travels_beside_kernels(kv_heads, groups):
-    def made(per_node, rows, **options):
-        comm = OnPaper(0, 2, per_node)
-        layer = thdattn.CPAttention(comm, kv_heads, 128, kv_heads, engine="reference", dtype="bfloat16", **options)
+    def made(rows, **options):
         batch = thdattn.PackedBatch.from_lengths([2 * rows])
-        return layer._groups(layer._outline(batch, None, None, None, False))
+        return default_groups(OnPaper(0, 2, per_node=2), batch, kv_heads, kv_heads, **options)
 
     enough = -(-(2**26) // (kv_heads * 1024)) * 2  # rows that a rank gets, an even number, 512 bytes of each head
-    assert made(2, enough) == groups
-    assert made(2, enough - 2) == made(1, enough) == made(2, enough, head_groups=1) == (kv_heads,)
-    assert made(2, enough, head_groups=kv_heads) == (1,) * kv_heads
+    assert made(enough) == groups
+    assert made(enough - 2) == made(enough, head_groups=1) == (kv_heads,)
+    assert made(enough, head_groups=kv_heads) == (1,) * kv_heads
+
+
+@pytest.mark.parametrize(("lengths", "between_machines", "groups"), [
+    ([65536], False, 1),  # 128 MiB, but 131,000 operations a byte
+    ([8192], False, 1),  # 16,000 operations a byte, but 16 MiB
+    ([16384] * 2, False, 1),  # 33,000 operations a byte and 64 MiB, too little for two groups
+    ([16384] * 4, False, 2),
+    ([16384] * 8, False, 4),
+    ([16384] * 16, False, 8),
+    ([16384] * 32, False, 8),
+    ([32768] * 4, False, 1),  # 66,000 operations a byte
+    ([65536], True, 8),
+    ([8192], True, 4),
+    ([4096], True, 2),
+    ([2048], True, 1),
+    ([2**19], True, 1),  # 1,050,000 operations a byte, of which those between machines count 16 times
+], ids=str)  # fmt: skip
+def test_groups_over_nccl_follow_the_share_of_the_exchange(lengths, between_machines, groups):
+    comm = over_nccl(between_machines)
+    assert default_groups(comm, thdattn.PackedBatch.from_lengths(lengths), 32, 8) == (8 // groups,) * groups
+
+
+@pytest.mark.parametrize(("pairs", "groups"), [(2**30, 4), (2**33, 1), (None, 1)])
+def test_groups_over_nccl_follow_expected_pairs_or_else_one_long_sequence(pairs, groups):
+    layer, plan = outline(over_nccl(False), thdattn.PackedBatch.from_lengths([16384] * 8), 32, 8)
+    vars(plan)["expected_pairs"] = pairs  # as with lengths on a GPU
+    assert layer._groups(plan) == (8 // groups,) * groups
+
+
+def test_ranks_agree_on_the_expected_lengths_that_decide_on_groups():
+    _, plan = outline(over_nccl(False), thdattn.PackedBatch.from_lengths([16384] * 8), 32, 8)
+    on_gpu = SimpleNamespace(on_device=True, described=dict)
+    one, same, other = (
+        description(SimpleNamespace(sharding=plan.sharding, is_cross=False, batch=on_gpu,
+                                    like=thdattn.PackedBatch.from_lengths(lengths)), {})
+        for lengths in ([4, 8], [4, 8], [8, 4]))  # fmt: skip
+    np.testing.assert_equal(one, same)
+    with pytest.raises(AssertionError):
+        np.testing.assert_equal(one, other)
+
+
+def over_nccl(between_machines):
+    """One of two ranks whose keys NCCL carries."""
+    comm = OnPaper(0, 2, per_node=2)
+    comm.reads_peers, comm.spans_machines = False, between_machines
+    return comm
+
+
+def outline(comm, batch, num_heads, num_kv_heads, **options):
+    layer = thdattn.CPAttention(comm, num_heads, 128, num_kv_heads, engine="reference", dtype="bfloat16", **options)
+    return layer, layer._outline(batch, None, None, None, False)
+
+
+def default_groups(*args, **options):
+    layer, plan = outline(*args, **options)
+    return layer._groups(plan)
 
 
 # --- gather: one's own order of work -----------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from thdattn.comm.levels import Levels
 from thdattn.methods import a2a, all_gather, group_cast, local, p2p
 from thdattn.methods.base import Method
 from thdattn.packing import PackedBatch
+from thdattn.plan.flops import attention_flops
+from thdattn.plan.mask import most_in_sight
 from thdattn.plan.memory import Layer, Memory
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding, as_sharding
@@ -28,7 +30,12 @@ A2A: Method = a2a
 # the number of groups in which heads are exchanged, by these bytes.
 WORTH_GROUPS = 2**26
 HEAD_GROUPS = {2: WORTH_GROUPS, 4: 2**28}
-NCCL_GROUPS = {2: 2**24, 4: 2**26, 8: 2**28}  # where NCCL gathers beside kernels; groups are equal
+
+# Where NCCL gathers, all measured on two H200. Groups save time where the exchange takes at least about 6 % of the
+# attention, so where the forward has at most so many operations for each byte that a rank receives. Each group must
+# bring so many bytes, as it costs launches and idle multiprocessors at its end.
+MOST_OPERATIONS = 40_000
+LEAST_BYTES = 2**26
 NETWORK = 16  # times as long as within a machine takes what goes from machine to machine, about
 
 # The default sharding of each cp_comm_type.
@@ -105,23 +112,26 @@ class MethodSelection:
         return self.between(plan).memory(self.ranks, plan, layer)
 
     def head_groups(
-        self, plan: Plan, num_kv_heads: int, dtype: np.dtype[Any], asked: int | None
+        self, plan: Plan, num_heads: int, num_kv_heads: int, dtype: np.dtype[Any], asked: int | None
     ) -> tuple[int, ...]:
         """Return the kv heads of each group; groups are gathered, computed and summed one after another.
 
         Args:
             asked: number of equal groups, for a2a at most as many as a rank has heads for; None: a number that follows
-                from the bytes that a rank receives, where groups overlap something.
+                from the bytes that a rank receives, where groups overlap something. Over NCCL it also follows from the
+                operations of its attention.
         """
         method, carrier = self.method(plan), self.levels.inner if self.levels and self.inner > 1 else self.ranks
         foreign = (plan.cp_size - 1) * plan.local_key_rows * num_kv_heads * sum(plan.head_dims) * dtype.itemsize
         if asked is None and method == ALL_GATHER and carrier.reads_peers and foreign >= WORTH_GROUPS:
             return _growing(num_kv_heads)
         if asked is None:
-            gathers = method == ALL_GATHER and not carrier.reads_peers
-            worth = NCCL_GROUPS if gathers else HEAD_GROUPS if method == A2A else {}
-            foreign *= NETWORK if carrier.spans_machines else 1
-            asked = max((n for n, size in worth.items() if carrier.overlaps and foreign >= size), default=1)
+            as_long = foreign * (NETWORK if carrier.spans_machines else 1)  # bytes that take as long in one machine
+            worth: dict[int, float] = {**HEAD_GROUPS} if method == A2A else {}
+            if method == ALL_GATHER and not carrier.reads_peers:
+                operations = attention_flops(_most_pairs(plan), num_heads, plan.head_dims).forward / plan.cp_size
+                worth = {n: max(n * LEAST_BYTES, operations / MOST_OPERATIONS) for n in (2, 4, 8)}
+            asked = max((n for n, size in worth.items() if carrier.overlaps and as_long >= size), default=1)
         number = math.gcd(max(1, num_kv_heads // self.inner), asked)
         return (num_kv_heads // number,) * number
 
@@ -181,6 +191,13 @@ class MethodSelection:
                 f"'{_ALL_ROWS[self.cp_comm_type]}' with that, as it sends the rows of all ranks, whoever needs them; "
                 f"use one of these, or cp_comm_type 'all_gather'"
             )
+
+
+def _most_pairs(plan: Plan) -> int:
+    """Return the visible pairs that are expected of a plan; without lengths those of one long sequence."""
+    if plan.expected_pairs is not None:
+        return plan.expected_pairs
+    return plan.cp_size * plan.local_rows * most_in_sight(plan.window, plan.key_rows)
 
 
 def _growing(num_kv_heads: int) -> tuple[int, ...]:

@@ -65,15 +65,18 @@ def refused_trees(plan: Plan) -> str:
 
 
 def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an outline in which ranks must agree; for lengths on a GPU only their number.
+    """Return the fields of an outline in which ranks must agree; for lengths on a GPU only their number and `like`.
 
     Args:
         asked: arguments of the attention or mixer, by name.
     """
     sharding = plan.sharding
     fields = {"sharding": sharding.strategy, "inner": sharding.inner, **asked}
-    keys = plan.key_batch.described() if plan.is_cross else {}
-    return {**fields, **plan.batch.described(), **{f"key_batch.{name}": field for name, field in keys.items()}}
+    others = {"key_batch": plan.key_batch if plan.is_cross else None,
+              "like": plan.like if plan.batch.on_device else None}  # fmt: skip
+    return {**fields, **plan.batch.described(),
+            **{f"{which}.{name}": field for which, batch in others.items() if batch is not None
+               for name, field in batch.described().items()}}
 
 
 def found_wrong(lengths: Any) -> str:

@@ -5,6 +5,7 @@ mpiexec -n 2 python -m mpi4py delay_ranks.py peer 2
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def main(transport: str, size: str) -> None:
     comm = thdattn.comm.init("nccl", transport=transport)
     assert comm.size == int(size) and comm.overlaps and comm.reads_peers == (transport == "peer")
     with cupy.cuda.Stream(non_blocking=True):
-        select.WORTH_GROUPS = select.NCCL_GROUPS[4] = 0  # by default, groups of 1, 1 and 2 kv heads, or of 1 each
+        select.WORTH_GROUPS = select.LEAST_BYTES = 0  # by default, groups of 1, 1 and 2 kv heads, or of 1 each
+        select.MOST_OPERATIONS = math.inf
         for head_groups in (1, 2, 4, None):
             for keep_keys in (False, True):
                 delays.check(cupy, comm, head_groups, keep_keys)
