@@ -49,6 +49,7 @@ REPORT = re.compile(
     r"\w+ access|Potential \w+ hazard|Barrier error detected|Missing [\w ]+|Program hit \w+|Out[- ]of[- ]\w+"
     r"|Unaligned [\w ]+|Illegal [\w ]+|Malloc/Free \w+|Stack overflow)(.*)$")
 KERNEL = re.compile(r"\bthd_\w+")
+LOADED = "loaded kernels:"
 MBARRIERS = "mbarriers order bulk copies, reads and writes; racecheck does not follow them"
 NAMED = "two roles meet at one named barrier in two places"
 HIDDEN = "rows in front that a mask discards"
@@ -94,8 +95,8 @@ def programs() -> list[Program]:
     here = [sys.executable, str(Path(__file__).resolve()), "--inside"]
     groups = [*(f"{family} {head_dim} {v_head_dim}" for family in FAMILIES for head_dim, v_head_dim in TILES),
               *(f"{family} mixer" for family in FAMILIES)]  # fmt: skip
-    tests = [Program(name, ("bash", "-c", f"exec {sys.executable} -m pytest -q -x -m gpu -p no:cacheprovider {words}"))
-             for name, words in TESTS.items()]  # fmt: skip
+    pytest = f"exec {sys.executable} -m pytest -q -x -m gpu -p no:cacheprovider -p sanitize"
+    tests = [Program(name, ("bash", "-c", f"{pytest} {words}")) for name, words in TESTS.items()]
     return [*(Program(group, (*here, group)) for group in groups), *tests]
 
 
@@ -139,6 +140,13 @@ def run_inside(group: str, few: bool) -> None:
             print(case.words(), flush=True)
             run_local(case.ranks, partial(_run, case), timeout=SECONDS)
     cupy.cuda.runtime.deviceSynchronize()
+    pytest_unconfigure()
+
+
+def pytest_unconfigure() -> None:
+    """Print the kernels that this process has loaded, also at the end of pytest, whose plugin this file is."""
+    loaded = importlib.import_module("thdattn.jit.compiler")._loaded
+    print(LOADED, *sorted({name.partition("<")[0] for _, name in loaded}), flush=True)
 
 
 def _run(case: FuzzCase, comm: Comm) -> None:
@@ -172,17 +180,19 @@ def main() -> int:
         list(pool.map(lambda program: play(program, "compile", chosen.logs, end), wanted))
         pairs = [(program, tool) for tool in sorted(chosen.tools, key=TOOLS.index) for program in wanted]
         outcomes = list(pool.map(lambda pair: play(pair[0], pair[1], chosen.logs, end), pairs))
-    return _print_table(pairs, outcomes)
+    status = _print_table(pairs, outcomes)
+    print("kernels that no program loaded:", *never_loaded(chosen.logs, wanted))
+    return status
 
 
 def play(program: Program, tool: str, logs: Path, end: float) -> Outcome:
     """Run a program under a tool until a time of time.monotonic(). "compile" runs no tool: it compiles the kernels."""
-    log, begin = logs / f"{tool} {program.name}.log".replace(" ", "_"), time.monotonic()
+    log, begin = _log(logs, tool, program), time.monotonic()
     above = [] if tool == "compile" else [
         "compute-sanitizer", "--tool", tool, "--print-limit", "100000", "--target-processes", "all",
         "--show-backtrace", "no",  # it would take most of the time
         *(["--report-api-errors", "no"] if tool == "memcheck" else [])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tools'}", "OPENBLAS_NUM_THREADS": "1"}
     few = ["--few"] if tool == "racecheck" and "--inside" in program.command else []
     left = min(SECONDS, end - begin)
     if left <= 0:
@@ -212,6 +222,19 @@ def found_in(text: str, tool: str) -> Counter[tuple[str, str, str]]:
             reports[tool, named[0], kind] += 1
             kind = None
     return reports
+
+
+def never_loaded(logs: Path, wanted: list[Program]) -> list[str]:
+    """Return the package's kernels that none of the programs loaded, by the logs of "compile"."""
+    compiler = importlib.import_module("thdattn.jit.compiler")
+    files = [_log(logs, "compile", program) for program in wanted]
+    texts = [file.read_text(errors="replace") for file in files if file.exists()]
+    loaded = {name for text in texts for line in text.splitlines() if LOADED in line for name in KERNEL.findall(line)}
+    return sorted({name for file in compiler.device_files() for name in compiler.kernels_in(file)} - loaded)
+
+
+def _log(logs: Path, tool: str, program: Program) -> Path:
+    return logs / f"{tool} {program.name}.log".replace(" ", "_")
 
 
 def _print_table(pairs: list[tuple[Program, str]], outcomes: list[Outcome]) -> int:

@@ -103,6 +103,13 @@ def test_cases_run_and_are_right(group):
         assert judge(slim, ranks).wrong == []
 
 
+def test_kernels_that_no_program_loaded_are_listed(tmp_path):
+    program = sanitize.Program("two words", ())
+    (tmp_path / "compile_two_words.log").write_text(f"thd_attn_delta\n{sanitize.LOADED} thd_reorder thd_attn_fwd\n")
+    never = sanitize.never_loaded(tmp_path, [program])
+    assert "thd_attn_delta" in never and "thd_peer_exchange" in never and not {"thd_reorder", "thd_attn_fwd"} & {*never}
+
+
 def test_programs_out_of_time_are_ended_or_not_begun(tmp_path):
     program = sanitize.Program("sleeps", ("sleep", "100"))
     begin = time.monotonic()
