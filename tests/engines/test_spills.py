@@ -32,7 +32,7 @@ def own_matrix_instructions(monkeypatch):
 
 
 @pytest.mark.parametrize(("head_dim", "arch", "only", "reason"), [
-    (80, "sm_80", "", "leaves warps parts of fragments of dq"),
+    (80, "sm_80", "", "leaves warps parts of fragments of head_dim, v_head_dim, dq"),
     (48, "sm_90a", "fwd_sm90<bf16, bf16, false, false", "a tile must have whole slabs"),
     (112, "sm_90a", "bwd_sm90<bf16, bf16, bf16", "panels must divide the columns of dq"),
     (160, "sm_90a", "by_gradient_sm90<bf16, bf16, bf16", "tiles must have slabs of 64 columns"),

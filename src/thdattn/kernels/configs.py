@@ -46,14 +46,20 @@ class Forward:
 class Backward:
     """Tile sizes of thd_attn_bwd: tile_n keys per thread block, tile_m query rows at a time.
 
-    `stages` (1 or 2) query tiles are in shared memory. `column_warps` warps share 16 keys and divide the columns of dk
-    and dv.
+    `stages` (1 or 2) query tiles are in shared memory. `column_warps` warps share `fragments` (1 or 2) times 16 keys:
+    they divide the queries of the scores, and the columns of dk and dv.
     """
 
     tile_m: int
     tile_n: int
     column_warps: int
     stages: int
+    fragments: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of a thread block."""
+        return self.tile_n // (16 * self.fragments) * self.column_warps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,11 +241,11 @@ class Tiles:
     def __post_init__(self) -> None:
         """Raise ValueError if warps of the portable backward would not have whole fragments of 16 columns."""
         for b in self.backward:
-            warps = b.tile_n // 16 * b.column_warps
-            of_dq = self.head_dim * b.tile_m // (16 * warps)  # columns of dq of a warp, of 16 rows
+            of_dq = self.head_dim * b.tile_m // (16 * b.warps)  # columns of dq of a warp, of 16 rows
             columns = 16 * b.column_warps
             left = {"head_dim": self.head_dim % columns, "v_head_dim": self.v_head_dim % columns,
-                    "dq": of_dq % 16 or 16 * warps * of_dq != self.head_dim * b.tile_m}  # fmt: skip
+                    "queries": b.tile_m % columns,
+                    "dq": of_dq % 16 or 16 * b.warps * of_dq != self.head_dim * b.tile_m}  # fmt: skip
             wrong = ", ".join(name for name, columns in left.items() if columns)
             if wrong:
                 raise ValueError(
@@ -267,7 +273,7 @@ class Tiles:
         stats = 4  # -lse and -delta of a query row, in 2-byte elements
         rows = t.tile_n * self._pair + t.stages * t.tile_m * (self._pair + stats)
         return instance("thd_attn_bwd", dtype, grad_dtype, caps, *self._dims, t.tile_m, t.tile_n, t.column_warps,
-                        t.stages, with_dq, shared_bytes=2 * (rows + t.tile_n * (t.tile_m + PAD)))
+                        t.fragments, t.stages, with_dq, shared_bytes=2 * (rows + 2 * t.tile_n * t.tile_m))
 
     def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
         """Return the backward for dq alone, with the same bits on every run. dq_dtype "float32" adds to dq."""
@@ -489,15 +495,17 @@ def slabs(rows: int, width: int) -> int:
 
 
 # A comment says what bounds a number: more would spill (as ptxas reports) or not fit the 227 KB of shared memory of
-# Hopper. Numbers without a bound were chosen by timing on an H100. The second choice of a portable backward is for GPUs
-# with 99 KB.
+# Hopper. Numbers without a bound were chosen by timing on Hopper, if the kernel runs there. A portable backward has
+# choices for GPUs with 227, 163 and 99 KB. Choices for the last two are not timed: they fit the shared memory.
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
         Tiles(
             head_dim=64, v_head_dim=64,
-            forward=Forward(tile_n=64, warps=4, fragments=2),
-            backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),),  # 256 keys spill
+            forward=Forward(tile_n=96, warps=4, fragments=2),  # 112 keys leave one thread block per 99 KB
+            backward=(Backward(tile_m=128, tile_n=128, column_warps=2, fragments=2, stages=2),
+                      Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
+                      Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=1)),
             backward_dq=BackwardDq(tile_n=64, warps=8),
             decode=Decode(warps=4, stages=3, per_multiprocessor=4),
             forward_sm90=ForwardSm90(
@@ -514,9 +522,9 @@ TILES = {
         ),
         Tiles(
             head_dim=96, v_head_dim=96,
-            forward=Forward(tile_n=48, warps=4, fragments=2),  # 64 keys spill
-            backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),  # 128 queries, or 256 keys, spill
-                      Backward(tile_m=64, tile_n=128, column_warps=1, stages=1)),
+            forward=Forward(tile_n=48, warps=4, fragments=2),  # 64 keys leave one thread block per 99 KB
+            backward=(Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
+                      Backward(tile_m=64, tile_n=64, column_warps=2, fragments=2, stages=2)),
             backward_dq=BackwardDq(tile_n=32, warps=8),
             decode=Decode(warps=4, stages=2, per_multiprocessor=4),
             forward_sm90=ForwardSm90(
@@ -534,9 +542,10 @@ TILES = {
         ),
         Tiles(
             head_dim=128, v_head_dim=128,
-            forward=Forward(tile_n=48, warps=4, fragments=2, capped_tile_n=32),  # 64 keys spill; capped, 48
-            backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),  # 128 queries, or 256 keys, spill
-                      Backward(tile_m=64, tile_n=64, column_warps=1, stages=1)),
+            forward=Forward(tile_n=64, warps=4, fragments=2, capped_tile_n=32),
+            backward=(Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
+                      Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=1),
+                      Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1)),
             backward_dq=BackwardDq(tile_n=16, warps=8),
             decode=Decode(warps=4, stages=2, per_multiprocessor=3),
             forward_sm90=ForwardSm90(
@@ -553,8 +562,9 @@ TILES = {
         Tiles(
             head_dim=192, v_head_dim=128,
             forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
-            backward=(Backward(tile_m=64, tile_n=64, column_warps=2, stages=2),  # 128 queries or keys spill
-                      Backward(tile_m=32, tile_n=64, column_warps=2, stages=1)),
+            backward=(Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=2),
+                      Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1),
+                      Backward(tile_m=32, tile_n=64, column_warps=2, fragments=1, stages=1)),
             backward_dq=BackwardDq(tile_n=16, warps=4),
             decode=Decode(warps=4, stages=2, per_multiprocessor=2),
             forward_sm90=ForwardSm90(
@@ -570,8 +580,9 @@ TILES = {
         Tiles(
             head_dim=192, v_head_dim=192,
             forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
-            backward=(Backward(tile_m=64, tile_n=64, column_warps=2, stages=2),  # 128 queries or keys spill
-                      Backward(tile_m=32, tile_n=64, column_warps=2, stages=1)),
+            backward=(Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=2),
+                      Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1),
+                      Backward(tile_m=32, tile_n=64, column_warps=2, fragments=1, stages=1)),
             backward_dq=BackwardDq(tile_n=16, warps=4),
             decode=Decode(warps=2, stages=3, per_multiprocessor=2),
             forward_sm90=ForwardSm90(
@@ -586,8 +597,9 @@ TILES = {
         Tiles(
             head_dim=256, v_head_dim=256,
             forward=Forward(tile_n=32, warps=4, fragments=1),  # two fragments spill
-            backward=(Backward(tile_m=32, tile_n=64, column_warps=2, stages=2),  # 128 keys spill
-                      Backward(tile_m=32, tile_n=32, column_warps=2, stages=1)),
+            backward=(Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=2),
+                      Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1),
+                      Backward(tile_m=32, tile_n=32, column_warps=2, fragments=1, stages=1)),
             backward_dq=BackwardDq(tile_n=16, warps=4),
             decode=Decode(warps=2, stages=2, per_multiprocessor=3),
             forward_sm90=ForwardSm90(

@@ -318,9 +318,10 @@ class _Portable:
         sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, padded_rows(plan.local_rows), heads.group)))
         tiles = row.backward_for(launch.this_gpu().shared_bytes)
         main = compiler.kernel(*row.thd_attn_bwd(dtype, kv_dtype, not spec.deterministic, tiles, spec.caps))
+        key_ranges = plan.key_ranges if plan.has_masked_out_queries else launch.NONE
         self._mains = [[Launch(
-            main, (orders.shape[1], heads.num_kv_heads), 2 * tiles.tile_n * tiles.column_warps,
-            (stats, self._dq_accum, plan.key_ranges, plan.query_ranges, orders[1], *sizes))]
+            main, (orders.shape[1], heads.num_kv_heads), 32 * tiles.warps,
+            (stats, self._dq_accum, key_ranges, plan.query_ranges, orders[1], *sizes))]
             for orders in _parts(plan, spec.in_parts)]
         self._dq = None if not spec.deterministic else Launch(
             compiler.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype, spec.caps)),

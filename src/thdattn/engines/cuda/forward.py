@@ -94,8 +94,9 @@ def _launches(plan: Plan, spec: _Spec) -> tuple[list[Launch], tuple[int, ...], A
         return _hopper(plan, spec, parts, of_tiles), (row.forward_sm90.tile_m, keys, keys), of_tiles
     kernel = compiler.kernel(*row.thd_attn_fwd(heads.dtype.name, spec.out_dtype, spec.kind))
     sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, heads.group)))
+    query_ranges = plan.query_ranges if plan.has_unseen_keys else launch.NONE
     runs = [Launch(kernel, (tiles.shape[1], heads.num_heads), 32 * row.forward.warps,
-                   (of_tiles, plan.key_ranges, plan.query_ranges, tiles[1], *sizes)) for tiles in parts]
+                   (of_tiles, plan.key_ranges, query_ranges, tiles[1], *sizes)) for tiles in parts]
     return runs, (), of_tiles
 
 

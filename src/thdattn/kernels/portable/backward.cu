@@ -89,19 +89,58 @@ struct PortableBackwardShared {
   static_assert(kStages <= 2, "query tiles are loaded one step ahead");
   static_assert(kTileM % 16 == 0 && kTileN % 16 == 0, "fragments have 16 rows");
   static_assert(kHeadDim % 16 == 0 && kVHeadDim % 16 == 0, "fragments have 16 columns");
-  T ds[kTileN * (kTileM + kPad)];     // keys are the rows
+  T p[kTileN * kTileM], ds[kTileN * kTileM];    // Blocks
   float stats[kStages * 2 * kTileM];  // -lse and -delta
 };
 
+// A matrix of keys by queries in shared memory, in blocks of 8x8 that follow each other. A block has 128 bytes, so
+// neither stores of accumulators nor ldmatrix have bank conflicts.
+template <typename T, int kTileM>
+struct Blocks {
+  T* blocks;
+  __device__ __forceinline__ T* block(int key, int query) const {
+    return blocks + (key / 8 * (kTileM / 8) + query / 8) * 64;
+  }
+  // Stores a warp's fragments, from a key and a query on.
+  template <int kFragments, int kDepth>
+  __device__ __forceinline__ void store(int key, int query, const u32 (&a)[kFragments][kDepth][4]) const {
+    T* const mine = block(key, query) + threadIdx.x % kWarp * 2;
+    #pragma unroll
+    for (int f = 0; f < kFragments; ++f)
+      #pragma unroll
+      for (int d = 0; d < kDepth; ++d)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) *(u32*)(mine + ((2 * f + i % 2) * (kTileM / 8) + 2 * d + i / 2) * 64) = a[f][d][i];
+  }
+  // Loads fragments whose rows are keys.
+  template <int kFragments, int kDepth>
+  __device__ __forceinline__ void load(u32 (&a)[kFragments][kDepth][4], int key, int query) const {
+    const int lane = threadIdx.x % kWarp;
+    const T* const row = block(key, query) + (lane / 8 % 2 * (kTileM / 8) + lane / 16) * 64 + lane % 8 * 8;
+    #pragma unroll
+    for (int f = 0; f < kFragments; ++f)
+      #pragma unroll
+      for (int d = 0; d < kDepth; ++d) ldmatrix(a[f][d], row + (2 * f * (kTileM / 8) + 2 * d) * 64);
+  }
+  // Loads fragments of 16 keys whose rows are queries.
+  template <int kFragments>
+  __device__ __forceinline__ void load_transposed(u32 (&a)[kFragments][1][4], int key, int query) const {
+    const int lane = threadIdx.x % kWarp;
+    const T* const row = block(key, query) + (lane / 16 * (kTileM / 8) + lane / 8 % 2) * 64 + lane % 8 * 8;
+    #pragma unroll
+    for (int f = 0; f < kFragments; ++f) ldmatrix_transposed(a[f][0], row + 2 * f * 64);
+  }
+};
+
 // How the warps of a thread block divide the columns of dk, dv and dq: into whole fragments of 16 columns.
-template <int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kColumnWarps>
+template <int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kColumnWarps, int kKeyFragments>
 struct PortableBackwardColumns {
   static constexpr int kOfDk = kHeadDim / kColumnWarps, kOfDv = kVHeadDim / kColumnWarps;
   static_assert(kHeadDim % (16 * kColumnWarps) == 0 && kVHeadDim % (16 * kColumnWarps) == 0,
                 "column warps divide dk and dv into whole fragments of 16 columns");
 
   // A warp has kOfDq columns of dq, of one fragment of 16 rows or, if that leaves whole fragments of columns, of two.
-  static constexpr int kWarps = kTileN / 16 * kColumnWarps;
+  static constexpr int kWarps = kTileN / (16 * kKeyFragments) * kColumnWarps;
   static constexpr bool kTwo = kTileM >= 32 && kWarps * 32 >= kTileM && kHeadDim / (kWarps * 32 / kTileM) % 16 == 0;
   static constexpr int kFragments = kTwo ? 2 : 1, kWarpsM = kTileM / (16 * kFragments);
   static constexpr int kOfDq = kHeadDim / (kWarps / kWarpsM);
@@ -109,24 +148,16 @@ struct PortableBackwardColumns {
                 "warps divide dq into whole fragments of 16 columns");
 };
 
-// Turns a warp's scores, 16 keys by 8 * kBlocks queries, into probabilities. Keys that a query does not see get 0.
-// ranges: from this lane's first key on. interior: every query of the tile sees all keys.
+// Turns a warp's scores, 16 keys by 8 * kBlocks queries, into probabilities.
 template <bool kCaps, int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&score)[kBlocks][4], const float* minus_lse,
-                                                  const Logits<kCaps>& logits, const int2* ranges, int first_query,
-                                                  bool interior, int lane) {
+                                                  const Logits<kCaps>& logits, int lane) {
   #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     const float2 x = *(const float2*)(minus_lse + n * 8 + lane % 4 * 2);
     #pragma unroll
     for (int e = 0; e < 4; ++e) score[n][e] = logits.probability(score[n][e], e % 2 ? x.y : x.x);
   }
-  if (interior) return;
-  #pragma unroll
-  for (int n = 0; n < kBlocks; ++n)
-    #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (!contains(ranges[e / 2 * 8], first_query + n * 8 + lane % 4 * 2 + e % 2)) score[n][e] = 0.f;
 }
 
 // Turns probabilities into dS = P (dP - delta) * slope.
@@ -157,28 +188,32 @@ __device__ __forceinline__ void store_half(Out* row, const float (&acc)[kBlocks]
 // global memory, in no fixed order.
 //
 // Scores are computed transposed, with keys as the rows. So the tensor cores return probabilities and score gradients
-// in the layout of the operands of dv and dk, and only dq takes its score gradients through shared memory. kColumnWarps
-// warps share 16 keys and divide the columns of dk and dv, if all columns would not fit the registers of one warp. With
-// two stages, query tiles are loaded one step ahead. Bound by mma.sync: 5 matrix products per step, 4 without dq.
+// in the layout of the operands of dv and dk. kColumnWarps warps share 16 * kKeyFragments keys. They divide the queries
+// for the scores, and the columns of dk and dv; there each takes the weights of the others from shared memory, as dq
+// takes them all. So few operands are read from shared memory for each matrix instruction. With two stages, query tiles
+// are loaded one step ahead. Bound by mma.sync: 5 matrix products per step, 4 without dq.
 //
 // q (q_rows, num_heads, kHeadDim), dout (q_rows, num_heads, kVHeadDim)
 // k, dk (k_rows, num_heads / group, kHeadDim), v, dv (k_rows, num_heads / group, kVHeadDim)
 // places (k_rows), or null: a row with a place other than -1 goes there in dk_rounded and dv_rounded instead
 // owners: if Grad is fp32, rows may go to other ranks instead
 // dq_accum (q_rows, num_heads, kHeadDim): fp32, zero at first, not yet multiplied by softmax_scale
-// stats from thd_attn_delta; key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
-// Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kColumnWarps, shared memory kSharedBytes.
+// stats from thd_attn_delta; key_ranges (q_rows), null if all rows of q and dout are finite; query_ranges (k_rows)
+// tile_order: key tiles, the longest first
+// Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kColumnWarps / kKeyFragments, shared memory kSharedBytes.
 template <typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kColumnWarps,
-          int kStages, bool kAddDq, int kSharedBytes>
-__global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
+          int kKeyFragments, int kStages, bool kAddDq, int kSharedBytes>
+__global__ void __launch_bounds__(kTileN * 2 * kColumnWarps / kKeyFragments, 1) thd_attn_bwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     Grad* __restrict__ dk, Grad* __restrict__ dv, T* __restrict__ dk_rounded, T* __restrict__ dv_rounded,
     const int* __restrict__ places, const Owners owners, Logits<kCaps> logits, const float* __restrict__ stats,
     float* __restrict__ dq_accum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
-  constexpr int kThreads = kTileN * 2 * kColumnWarps, kWarps = kThreads / kWarp;
-  using Columns = PortableBackwardColumns<kHeadDim, kVHeadDim, kTileM, kTileN, kColumnWarps>;
-  constexpr int kBlocks = kTileM / 8, kKCols = Columns::kOfDk, kVCols = Columns::kOfDv;
+  constexpr int kThreads = kTileN * 2 * kColumnWarps / kKeyFragments, kWarps = kThreads / kWarp;
+  constexpr int kWarpKeys = 16 * kKeyFragments, kQueries = kTileM / kColumnWarps, kBlocks = kQueries / 8;
+  using Columns = PortableBackwardColumns<kHeadDim, kVHeadDim, kTileM, kTileN, kColumnWarps, kKeyFragments>;
+  constexpr int kKCols = Columns::kOfDk, kVCols = Columns::kOfDv;
+  using Weights = u32[kKeyFragments][kBlocks / 2][4];
   constexpr int kQSize = kTileM * (kHeadDim + kPad), kDoutSize = kTileM * (kVHeadDim + kPad);
   using Shared = PortableBackwardShared<T, kHeadDim, kVHeadDim, kTileM, kTileN, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
@@ -191,7 +226,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int num_kv_heads = gridDim.y, kv_head = blockIdx.y, num_heads = num_kv_heads * group;
   const int n0 = tile_order[blockIdx.x] * kTileN;
-  const int warp_key = warp / kColumnWarps * 16, column_warp = warp % kColumnWarps;
+  const int warp_key = warp / kColumnWarps * kWarpKeys, column_warp = warp % kColumnWarps;
+  const int warp_query = column_warp * kQueries;
   const u32 q_stride = num_heads * kHeadDim, dout_stride = num_heads * kVHeadDim;
   const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
   const int2 mine = threadIdx.x < kTileN ? range_of(query_ranges, n0 + threadIdx.x, k_rows) : make_int2(0, 0);
@@ -209,13 +245,13 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
                                              key_ranges, interior);
     load_tile<T, kTileM, kVHeadDim, kThreads>(tile_dout + stage * kDoutSize, dout + head * kVHeadDim, dout_stride, m0,
                                               q_rows, key_ranges, interior);
-    for (int i = threadIdx.x; i < 2 * kTileM; i += kThreads) {
-      const int row = m0 + i % kTileM;
-      const size_t source = ((size_t)(i / kTileM) * num_heads + head) * stats_rows + row;
-      copy_async_4(shared.stats + stage * 2 * kTileM + i, stats + (row < q_rows ? source : 0), row < q_rows);
-    }
+    // There are whole tiles of stats.
+    static_assert(kTileM / 2 <= kThreads && kTileM % 4 == 0, "a thread copies four numbers");
+    if (const int i = threadIdx.x % (kTileM / 4) * 4, which = threadIdx.x / (kTileM / 4); which < 2)
+      copy_async_16(shared.stats + (2 * stage + which) * kTileM + i,
+                    stats + ((size_t)which * num_heads + head) * stats_rows + m0 + i, true);
   };
-  float acc_dk[1][kKCols / 8][4] = {}, acc_dv[1][kVCols / 8][4] = {};
+  float acc_dk[kKeyFragments][kKCols / 8][4] = {}, acc_dv[kKeyFragments][kVCols / 8][4] = {};
   load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k + kv_head * kHeadDim, k_stride, n0, k_rows, query_ranges, false);
   load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v + kv_head * kVHeadDim, v_stride, n0, k_rows, query_ranges, false);
   int head = kv_head * group, m0 = first;
@@ -224,50 +260,76 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
 
   // A step is found while the one before is computed. Visible tiles rise within a head, so the next head begins where
   // they do not.
+  auto publish_after = [&](int m) {
+    if (m != kNone && !is_interior(m + kTileM)) sight.publish_first(range[threadIdx.x], m + kTileM);
+  };
   auto step_after = [&](int h, int m) {
-    const int found = m == kNone ? kNone : sight.first_tile(kTileM);
-    return m != kNone && found == kNone && h + 1 < (kv_head + 1) * group ? first : found;
+    if (m == kNone) return kNone;
+    const int found = is_interior(m + kTileM) ? m + kTileM : sight.first_tile(kTileM);
+    return found == kNone && h + 1 < (kv_head + 1) * group ? first : found;
   };
   __syncthreads();
-  sight.publish_first(mine, m0 == kNone ? kNone : m0 + kTileM);
+  publish_after(m0);
   __syncthreads();
   int next_m0 = step_after(head, m0);
+  const Blocks<T, kTileM> shared_p{shared.p}, shared_ds{shared.ds};
 
   for (int stage = 0; m0 != kNone; stage = (stage + 1) % kStages) {
     copies_wait(); __syncthreads();
     if (kStages > 1 && next_m0 != kNone) load_step((stage + 1) % kStages, head + (next_m0 <= m0), next_m0);
     copies_commit();
-    sight.publish_first(range[threadIdx.x], next_m0 == kNone ? kNone : next_m0 + kTileM);
-    const bool interior = is_interior(m0), in_sight = any_touches<16>(range + warp_key, m0, kTileM);
+    publish_after(next_m0);
+    const WarpSight keys = warp_sight<kWarpKeys>(range + warp_key, m0, kTileM);
     const T *const stage_q = tile_q + stage * kQSize, *const stage_dout = tile_dout + stage * kDoutSize;
-    const float *const minus_lse = shared.stats + stage * 2 * kTileM, *const minus_delta = minus_lse + kTileM;
-    T* const my_ds = shared.ds + (warp_key + lane / 4) * (kTileM + kPad) + lane % 4 * 2;
-    if (in_sight) {
+    const float* const minus_lse = shared.stats + stage * 2 * kTileM + warp_query;
+    const float* const minus_delta = minus_lse + kTileM;
+    // Adds the products of this warp's keys with some queries to its columns of dv or dk.
+    auto add_dv = [&](const Weights& p, int query) {
+      add_weighted_rows<T, kVHeadDim + kPad>(acc_dv, p, stage_dout + query * (kVHeadDim + kPad) + column_warp * kVCols);
+    };
+    auto add_dk = [&](const Weights& ds, int query) {
+      add_weighted_rows<T, kHeadDim + kPad>(acc_dk, ds, stage_q + query * (kHeadDim + kPad) + column_warp * kKCols);
+    };
+    auto add_others = [&](const Blocks<T, kTileM>& from, auto add) {
+      #pragma unroll
+      for (int w = 1; w < kColumnWarps; ++w) {
+        const int query = (column_warp + w) % kColumnWarps * kQueries;
+        Weights a;
+        from.load(a, warp_key, query);
+        add(a, query);
+      }
+    };
+    if (keys.any) {
       // Probabilities from the saved lse, then dv += P^T dout.
-      float score[1][kBlocks][4];
-      dot_rows<T, kHeadDim>(score, tile_k + warp_key * (kHeadDim + kPad), stage_q);
-      take_exponentials(score[0], minus_lse, logits, my_range, m0, interior, lane);
-      u32 probability[1][kBlocks / 2][4];
+      float score[kKeyFragments][kBlocks][4], dprobability[kKeyFragments][kBlocks][4];
+      dot_rows<T, kHeadDim>(score, tile_k + warp_key * (kHeadDim + kPad), stage_q + warp_query * (kHeadDim + kPad));
+      if (!keys.all) hide(score, my_range, m0 + warp_query);
+      #pragma unroll
+      for (int f = 0; f < kKeyFragments; ++f) take_exponentials(score[f], minus_lse, logits, lane);
+      Weights probability, dscore;
       round_to_operand<T>(probability, score);
-      add_weighted_rows<T, kVHeadDim + kPad>(acc_dv, probability, stage_dout + column_warp * kVCols);
+      add_dv(probability, warp_query);
+      dot_rows<T, kVHeadDim>(dprobability, tile_v + warp_key * (kVHeadDim + kPad),
+                             stage_dout + warp_query * (kVHeadDim + kPad));
+      if (kColumnWarps > 1) shared_p.store(warp_key, warp_query, probability);
 
       // dS, then dk += dS^T q.
-      float dprobability[1][kBlocks][4];
-      dot_rows<T, kVHeadDim>(dprobability, tile_v + warp_key * (kVHeadDim + kPad), stage_dout);
-      weigh(score[0], dprobability[0], minus_delta, minus_lse, logits, lane);
-      u32 dscore[1][kBlocks / 2][4];
-      round_to_operand<T>(dscore, score);
-      if (kAddDq && column_warp == 0) {
-        #pragma unroll
-        for (int i = 0; i < 2 * kBlocks; ++i)
-          *(u32*)(my_ds + i % 2 * 8 * (kTileM + kPad) + i / 2 * 8) = dscore[0][i / 4][i % 4];
-      }
-      add_weighted_rows<T, kHeadDim + kPad>(acc_dk, dscore, stage_q + column_warp * kKCols);
-    } else if (kAddDq && column_warp == 0) {
       #pragma unroll
-      for (int i = 0; i < 2 * kBlocks; ++i) *(u32*)(my_ds + i % 2 * 8 * (kTileM + kPad) + i / 2 * 8) = 0;
+      for (int f = 0; f < kKeyFragments; ++f)
+        weigh(score[f], dprobability[f], minus_delta, minus_lse, logits, lane);
+      round_to_operand<T>(dscore, score);
+      if (kAddDq || kColumnWarps > 1) shared_ds.store(warp_key, warp_query, dscore);
+      add_dk(dscore, warp_query);
+    } else if (kAddDq) {
+      const Weights zeros = {};
+      shared_ds.store(warp_key, warp_query, zeros);
     }
     __syncthreads();
+    if (kColumnWarps > 1 && keys.any) {
+      add_others(shared_p, add_dv);
+      add_others(shared_ds, add_dk);
+    }
+    if (kStages == 1 && kColumnWarps > 1) __syncthreads();
     const int done_head = head, done_m0 = m0;
     head += next_m0 <= m0, m0 = next_m0; next_m0 = step_after(head, m0);
     if (kStages == 1 && m0 != kNone) load_step(0, head, m0);
@@ -277,12 +339,10 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
       constexpr int kFragments = Columns::kFragments, kWarpsM = Columns::kWarpsM, kCols = Columns::kOfDq;
       const int query = warp % kWarpsM * 16 * kFragments, col = warp / kWarpsM * kCols;
       float acc_dq[kFragments][kCols / 8][4] = {};
-      const T* const a_lane = shared.ds + (lane / 16 * 8 + lane % 8) * (kTileM + kPad) + query + lane / 8 % 2 * 8;
       #pragma unroll
       for (int n = 0; n < kTileN; n += 16) {
         u32 a[kFragments][1][4];
-        #pragma unroll
-        for (int f = 0; f < kFragments; ++f) ldmatrix_transposed(a[f][0], a_lane + n * (kTileM + kPad) + f * 16);
+        shared_ds.load_transposed(a, n, query);
         add_weighted_rows<T, kHeadDim + kPad>(acc_dq, a, tile_k + n * (kHeadDim + kPad) + col);
       }
       #pragma unroll
@@ -291,24 +351,26 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
         for (int half = 0; half < 2; ++half) {
           const int row = done_m0 + query + f * 16 + half * 8 + lane / 4;
           float* const target = dq_accum + (size_t)row * q_stride + done_head * kHeadDim + col + lane % 4 * 2;
-          #pragma unroll
-          for (int n = 0; n < kCols / 8; ++n)
-            if (row < q_rows) add_to_global(target + n * 8, acc_dq[f][n][2 * half], acc_dq[f][n][2 * half + 1]);
+          if (row < q_rows)
+            #pragma unroll
+            for (int n = 0; n < kCols / 8; ++n)
+              add_to_global(target + n * 8, acc_dq[f][n][2 * half], acc_dq[f][n][2 * half + 1]);
         }
     }
   }
   copies_wait();
   #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2 * kKeyFragments; ++half) {
     const int row = n0 + warp_key + lane / 4 + 8 * half;
     const bool padding = is_empty(my_range[8 * half]);
     if (row >= k_rows) continue;
     auto store_dk = [&](auto* dk_row) {
-      store_half(dk_row + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2, acc_dk[0], half, logits.scale,
-                 padding);
+      store_half(dk_row + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2, acc_dk[half / 2], half % 2,
+                 logits.scale, padding);
     };
     auto store_dv = [&](auto* dv_row) {
-      store_half(dv_row + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2, acc_dv[0], half, 1.f, padding);
+      store_half(dv_row + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2, acc_dv[half / 2], half % 2,
+                 1.f, padding);
     };
     if (const int place = places ? places[row] : -1; place >= 0) {
       store_dk(dk_rounded + (size_t)place * k_stride); store_dv(dv_rounded + (size_t)place * v_stride);

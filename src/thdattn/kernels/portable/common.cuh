@@ -55,10 +55,26 @@ __device__ __forceinline__ void add_to_global(float* p, float x, float y) {
 
 // ------------------------------------------------------------------------------------------------ ranges
 
-// Tests whether one of this warp's kRows rows sees one of the rows [begin, begin + size).
+// Whether some of this warp's kRows rows see one of the rows [begin, begin + size), and whether all of them see all.
+struct WarpSight { bool any, all; };
 template <int kRows>
-__device__ __forceinline__ bool any_touches(const int2* ranges, int begin, int size) {
-  return __any_sync(0xffffffffu, touches(ranges[threadIdx.x % kRows], begin, size));
+__device__ __forceinline__ WarpSight warp_sight(const int2* ranges, int begin, int size) {
+  const int2 range = ranges[threadIdx.x % kRows];
+  return {(bool)__any_sync(0xffffffffu, touches(range, begin, size)),
+          (bool)__all_sync(0xffffffffu, range.x <= begin && begin + size <= range.y)};
+}
+
+// Sets the scores of columns that a row does not see to -inf. range: from the thread's first row on.
+template <int kFragments, int kBlocks>
+__device__ __forceinline__ void hide(float (&score)[kFragments][kBlocks][4], const int2* range, int first_column) {
+  const int column = first_column + threadIdx.x % 4 * 2;
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (!contains(range[16 * f + e / 2 * 8], column + n * 8 + e % 2)) score[f][n][e] = -kInfinity;
 }
 
 // What the rows of a tile see of the other side: the first visible row, and the range [all.x, all.y) that every row
@@ -100,20 +116,31 @@ struct Sight {
 [[maybe_unused]] constexpr int kPad = 8;
 CHECK_kPad;
 
-// Starts to copy kRows rows of one head. Rows outside the buffer and rows with an empty range become zeros. all_valid:
-// the caller knows that there are none, so the ranges are not read.
+// Starts to copy kRows rows of one head. Rows outside the buffer become zeros, and unless `ranges` is null, rows with
+// an empty range. all_valid: the caller knows that there are none, so the ranges are not read.
 template <typename T, int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void load_tile(T* tile, const T* head, u32 row_stride, int first, int num_rows,
                                           const int2* ranges, bool all_valid) {
   static_assert(kCols % 8 == 0, "a row is copied 16 bytes at a time");
-  constexpr int kChunks = kCols / 8;
-  const T* const source = head + (size_t)first * row_stride;
-  #pragma unroll
-  for (u32 c = threadIdx.x; c < kRows * kChunks; c += kThreads) {
-    const u32 row = c / kChunks, col = c % kChunks * 8;
-    const bool valid = all_valid || !is_empty(range_of(ranges, first + row, num_rows));
-    copy_async_16(tile + row * (kCols + kPad) + col, source + (row * row_stride + col), valid);
-  }
+  constexpr int kLanes = lanes_of(kCols), kStep = kThreads / kLanes;
+  const int row = threadIdx.x / kLanes, col = threadIdx.x % kLanes * 8;
+  if (kCols < kLanes * 8 && col >= kCols) return;
+  T* const target = tile + row * (kCols + kPad) + col;
+  auto copy = [&](auto valid) {
+    const T* source = head + (size_t)(first + row) * row_stride + col;
+    #pragma unroll
+    for (int i = 0; i < kRows; i += kStep, source += kStep * row_stride) {
+      asm volatile("" : "+l"(source));  // multiples of the stride would take registers all the time
+      if (kRows % kStep == 0 || row + i < kRows)
+        copy_async_16(target + i * (kCols + kPad), source, valid(first + row + i));
+    }
+  };
+  if (all_valid)
+    copy([](int) { return true; });
+  else if (!ranges)
+    copy([&](int i) { return i < num_rows; });
+  else
+    copy([&](int i) { return !is_empty(range_of(ranges, i, num_rows)); });
 }
 
 // product[i][j] = a[i] . b[j] over kDim columns, for 16 * kFragments rows of a, which belong to this warp, and 8 *

@@ -9,19 +9,6 @@ struct PortableForwardShared {
   T q[kTileM * (kHeadDim + kPad)], k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
 };
 
-// Sets the scores of keys that a query does not see to -inf. range: those of the thread's query rows.
-template <int kFragments, int kBlocks>
-__device__ __forceinline__ void hide(float (&score)[kFragments][kBlocks][4], const int2* range, int first_key) {
-  const int column = first_key + threadIdx.x % 4 * 2;
-  #pragma unroll
-  for (int f = 0; f < kFragments; ++f)
-    #pragma unroll
-    for (int n = 0; n < kBlocks; ++n)
-      #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (!contains(range[16 * f + e / 2 * 8], column + n * 8 + e % 2)) score[f][n][e] = -kInfinity;
-}
-
 // Attention of one tile of query rows of one head over all keys in their ranges, with an online softmax
 // (FlashAttention-2).
 //
@@ -37,7 +24,8 @@ __device__ __forceinline__ void hide(float (&score)[kFragments][kBlocks][4], con
 // over all keys; rows that see no key here stay.
 // max_logits (all tiles, num_heads, kWarps): the largest logit of each warp's rows, -inf if all are padding
 // kCaps: logits are soft-capped. kSinks: out and lse include sinks (num_heads,); not with a float Out.
-// key_ranges (q_rows), query_ranges (k_rows); tile_order: some query tiles or all, the longest first
+// key_ranges (q_rows); query_ranges (k_rows), null if all rows of v are finite
+// tile_order: some query tiles or all, the longest first
 // Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory kSharedBytes.
 template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kWarps,
           int kFragments, int kSharedBytes>
@@ -72,7 +60,6 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   sight.publish_first(mine, 0);
   sight.publish_all(!is_empty(mine), mine);
   const int2* const my_range = range + warp * kWarpRows + lane / 4;
-  const int row0 = m0 + warp * kWarpRows + lane / 4;
   __syncthreads();
   const int2 all = sight.all();
   int n0 = sight.first_tile(kTileN);
@@ -85,32 +72,32 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
 
   load_tile<T, kTileM, kHeadDim, kThreads>(tile_q, q + head * kHeadDim, q_stride, m0, q_rows, key_ranges, false);
   if (n0 != kNone)
-    load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k, k_stride, n0, k_rows, query_ranges, is_interior(n0));
+    load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k, k_stride, n0, k_rows, nullptr, is_interior(n0));
   copies_commit();
 
   while (n0 != kNone) {
     const bool interior = is_interior(n0);
-    const bool in_sight = interior || any_touches<kWarpRows>(range + warp * kWarpRows, n0, kTileN);
+    const WarpSight rows = warp_sight<kWarpRows>(range + warp * kWarpRows, n0, kTileN);
 
     // Keys have arrived, and every warp is done with the previous values.
     copies_wait();
     __syncthreads();
     load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v, v_stride, n0, k_rows, query_ranges, interior);
     copies_commit();
-    sight.publish_first(range[threadIdx.x], n0 + kTileN);
+    if (!is_interior(n0 + kTileN)) sight.publish_first(range[threadIdx.x], n0 + kTileN);
     float score[kFragments][kBlocks][4];
-    if (in_sight) dot_rows<T, kHeadDim>(score, tile_q + warp * kWarpRows * (kHeadDim + kPad), tile_k);
+    if (rows.any) dot_rows<T, kHeadDim>(score, tile_q + warp * kWarpRows * (kHeadDim + kPad), tile_k);
 
     // Values have arrived, and every warp is done with the keys.
     copies_wait();
     __syncthreads();
-    const int next = sight.first_tile(kTileN);
+    const int next = is_interior(n0 + kTileN) ? n0 + kTileN : sight.first_tile(kTileN);
     if (next != kNone)
-      load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k, k_stride, next, k_rows, query_ranges, is_interior(next));
+      load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k, k_stride, next, k_rows, nullptr, is_interior(next));
     copies_commit();
 
-    if (in_sight) {
-      if (!interior) hide(score, my_range, n0);
+    if (rows.any) {
+      if (!rows.all) hide(score, my_range, n0);
       // The online softmax works on unscaled scores. The maximum of a row that has seen no key yet is -inf, and its
       // base is 0.
       #pragma unroll
@@ -120,10 +107,14 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
         for (int n = 0; n < kBlocks; ++n)
           largest = fmaxf(largest, fmaxf(score[r / 2][n][r % 2 * 2], score[r / 2][n][r % 2 * 2 + 1]));
         largest = quad_max(largest);
-        const float base = largest == -kInfinity ? 0.f : logits.exact(largest);
-        const float shrink = exp2_fast(logits.exact(row_max[r]) - base);
+        const float shrink =
+            largest == -kInfinity ? 1.f : exp2_fast(logits.exact(row_max[r]) - logits.exact(largest));
         row_max[r] = largest;
         row_sum[r] *= shrink;
+        #pragma unroll
+        for (int n = 0; n < kOutBlocks; ++n)
+          acc_out[r / 2][n][r % 2 * 2] *= shrink, acc_out[r / 2][n][r % 2 * 2 + 1] *= shrink;
+        const float base = largest == -kInfinity ? 0.f : logits.exact(largest);
         #pragma unroll
         for (int n = 0; n < kBlocks; ++n)
           #pragma unroll
@@ -132,9 +123,6 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
             s = exp2_fast(logits.exact(s) - base);
             row_sum[r] += s;
           }
-        #pragma unroll
-        for (int n = 0; n < kOutBlocks; ++n)
-          acc_out[r / 2][n][r % 2 * 2] *= shrink, acc_out[r / 2][n][r % 2 * 2 + 1] *= shrink;
       }
       u32 probability[kFragments][kBlocks / 2][4];
       round_to_operand<T>(probability, score);
@@ -148,6 +136,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   // Normalise the output. The warp's rows of tile_q hold it for stores of 16 bytes.
   constexpr bool kMerges = sizeof(Out) == sizeof(float);
   T* const staging = tile_q + warp * kWarpRows * (kHeadDim + kPad);
+  const int row0 = m0 + warp * kWarpRows + lane / 4;
   float largest = -kInfinity;
   #pragma unroll
   for (int r = 0; r < kRows; ++r) {
