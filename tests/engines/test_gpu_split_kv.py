@@ -44,7 +44,7 @@ def pieces_of(case, num_heads, dims=(128, 128)):
     row = TILES[dims]
     every = plan.arrays.query_tiles[1]
     heads = launch.Heads(BFLOAT16, num_heads, num_heads, num_heads, *dims, ())
-    pieces, _ = forward._split_keys(launch.this_gpu(), row, plan, every, heads)
+    pieces, _ = forward._split_keys(plan, every, heads)
     ranges, tiles = to_host(plan.key_ranges), row.forward_sm90
     key_tiles = []
     for first in range(0, len(ranges), tiles.tile_m):
@@ -93,7 +93,7 @@ def test_a_tile_is_divided_alike_in_however_many_launches(cupy, of_heads):
 
     def divided(order, num_heads):
         heads = launch.Heads(BFLOAT16, num_heads, of_heads, num_heads, 128, 128, (of_heads,))
-        pieces, _ = forward._split_keys(launch.this_gpu(), TILES[128, 128], plan, order, heads)
+        pieces, _ = forward._split_keys(plan, order, heads)
         return unpacked(pieces)
 
     wanted = divided(every, of_heads)
@@ -142,8 +142,8 @@ def test_any_division_is_the_oracle(cupy, monkeypatch, case, parts):
     """Whatever the ranges are: parts without a key, rows that see none of a part, and tiles with one part."""
     from thdattn.engines.cuda import forward, launch
 
-    def divided(gpu, row, plan, order, heads):
-        _, where = split_keys(gpu, row, plan, order, heads)
+    def divided(plan, order, heads):
+        _, where = split_keys(plan, order, heads)
         words = [tile | part << 16 | count << 24 for number, tile in enumerate(order.get().tolist())
                  for count in (1 if number % 4 == 3 else parts,) for part in range(count)]  # fmt: skip
         beyond = [0] * launch.this_gpu().multiprocessors  # is read, and not done

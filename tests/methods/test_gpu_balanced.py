@@ -110,8 +110,9 @@ def test_bytes_of_a_plan_are_those_of_its_arrays(cupy, monkeypatch, strategy, ke
 def plans_of(sharding, cp_rank, window):
     from thdattn.engines import cuda
 
-    return [Plan(sharding, cp_rank, window, (64, 64), (64, 64),
-                 engine.plan_arrays(sharding, cp_rank, window, (64, 64)), engine) for engine in (reference, cuda)]
+    tiles = 64, 64
+    return [Plan(sharding, cp_rank, window, tiles, tiles, engine.plan_arrays(sharding, cp_rank, window, tiles), engine,
+                 sharding.batch) for engine in (reference, cuda)]  # fmt: skip
 
 
 def random_rows(rng, rows, shapes, dtype):

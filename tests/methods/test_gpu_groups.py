@@ -99,7 +99,7 @@ def test_plans_in_turns_give_the_bits_of_one_group(cupy, comm, dims, keep_keys):
 def test_groups_that_grow_are_the_oracle(cupy, monkeypatch, kernels, dims, deterministic):
     """By collectives, whose shares of dk and dv lie in the accumulators."""
     monkeypatch.setattr(select.MethodSelection, "head_groups",
-                        lambda self, plan, num_kv_heads, *_: select._growing(num_kv_heads))
+                        lambda self, plan, num_heads, num_kv_heads, *_: select._growing(num_kv_heads))
     case = replace(cases.DIMS[0], heads=(HEADS, KV_HEADS), dims=dims)
     check(case, BFLOAT16, run(case, 2, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic))
 
