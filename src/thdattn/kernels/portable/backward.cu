@@ -148,18 +148,6 @@ struct PortableBackwardColumns {
                 "warps divide dq into whole fragments of 16 columns");
 };
 
-// Adds, to dk or dv of a warp's keys, the products with those queries whose weights other warps have stored.
-template <int kColumnWarps, int kQueries, typename Weights, typename From, typename Add>
-__device__ __forceinline__ void add_others(const From& from, int warp_key, int column_warp, Add add) {
-  #pragma unroll
-  for (int w = 1; w < kColumnWarps; ++w) {
-    const int query = (column_warp + w) % kColumnWarps * kQueries;
-    Weights a;
-    from.load(a, warp_key, query);
-    add(a, query);
-  }
-}
-
 // Turns a warp's scores, 16 keys by 8 * kBlocks queries, into probabilities.
 template <bool kCaps, int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&score)[kBlocks][4], const float* minus_lse,
@@ -302,6 +290,15 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps / kKeyFragments, 1) 
     auto add_dk = [&](const Weights& ds, int query) {
       add_weighted_rows<T, kHeadDim + kPad>(acc_dk, ds, stage_q + query * (kHeadDim + kPad) + column_warp * kKCols);
     };
+    auto add_others = [&](const Blocks<T, kTileM>& from, auto add) {
+      #pragma unroll
+      for (int w = 1; w < kColumnWarps; ++w) {
+        const int query = (column_warp + w) % kColumnWarps * kQueries;
+        Weights a;
+        from.load(a, warp_key, query);
+        add(a, query);
+      }
+    };
     if (keys.any) {
       // Probabilities from the saved lse, then dv += P^T dout.
       float score[kKeyFragments][kBlocks][4], dprobability[kKeyFragments][kBlocks][4];
@@ -329,8 +326,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps / kKeyFragments, 1) 
     }
     __syncthreads();
     if (kColumnWarps > 1 && keys.any) {
-      add_others<kColumnWarps, kQueries, Weights>(shared_p, warp_key, column_warp, add_dv);
-      add_others<kColumnWarps, kQueries, Weights>(shared_ds, warp_key, column_warp, add_dk);
+      add_others(shared_p, add_dv);
+      add_others(shared_ds, add_dk);
     }
     if (kStages == 1 && kColumnWarps > 1) __syncthreads();
     const int done_head = head, done_m0 = m0;

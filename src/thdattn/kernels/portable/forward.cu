@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   const int tile = tile_order[blockIdx.x], m0 = tile * kTileM;
   const u32 q_stride = num_heads * kHeadDim, out_stride = num_heads * kVHeadDim;
   const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
-  k += kv_head * kHeadDim, v += kv_head * kVHeadDim;
+  k += kv_head * kHeadDim;
+  v += kv_head * kVHeadDim;
 
   // Ranges stay in shared memory: only tiles with comparisons read them, and the kernel is short of registers.
   const int2 mine = threadIdx.x < kTileM ? range_of(key_ranges, m0 + threadIdx.x, q_rows) : make_int2(0, 0);
