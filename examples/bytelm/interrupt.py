@@ -19,8 +19,9 @@ ONE_PRESS = 0.5  # seconds; a launcher and the terminal may both deliver the sam
 class Interrupt:
     """Listener for SIGINT (Ctrl-C), SIGTERM and SIGUSR1, which ask this process to end.
 
-    A second SIGINT ends the process at once, and the launcher then ends the other ranks. A thread listens, because
-    Python runs handlers in the main thread, which may be waiting for other ranks or for a compiler.
+    A second SIGINT ends the process at once, and the launcher then ends the other ranks. Later ones of the other two
+    change nothing, also while Python shuts down. A thread listens, because Python runs handlers in the main thread,
+    which may be waiting for other ranks or for a compiler.
 
     Attributes:
         requested: True after a signal.
@@ -34,8 +35,14 @@ class Interrupt:
         os.set_blocking(sending, False)
         signal.set_wakeup_fd(sending)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda *_: None)  # the thread does the work
+            signal.signal(number, self._ignore_requests)
         threading.Thread(target=self._listen, args=(receiving,), name="signals", daemon=True).start()
+
+    @staticmethod
+    def _ignore_requests(*_: object) -> None:
+        """Ignore what schedulers repeat: Python restores the fatal default of any other handler at its end."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
 
     def _listen(self, receiving: int) -> None:
         pressed = math.inf
