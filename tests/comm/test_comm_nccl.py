@@ -306,7 +306,7 @@ def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
 
 def test_peer_memory_waits_within_the_deadline_of_the_comm(start, monkeypatch):
     made = threading.local()
-    peer = peer_memory(wait_within=lambda waiting: setattr(made, "watch", waiting.__self__))
+    peer = peer_memory(wait_within=lambda waiting, _: setattr(made, "watch", waiting.__self__))
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
     assert start([FOUR_GPUS] * 2, lambda comm: made.watch is comm._watch) == [True, True]
 

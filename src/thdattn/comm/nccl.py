@@ -92,7 +92,7 @@ class NcclComm(Comm):
             peer, self.no_peer_memory = _peer_memory(world, gpus, transport)
             self._beside = _side_nccl(world, nccl, self._nccl) if peer is None else peer  # collectives beside kernels
         if self._beside is not None:
-            self._beside.wait_within(self._watch.waiting)
+            self._beside.wait_within(self._watch.waiting, self._watched_stream)
         self._world = world
         self._transport = transport
         self.overlaps, self.reads_peers = self._beside is not None, peer is not None
@@ -115,6 +115,12 @@ class NcclComm(Comm):
         if self._beside is not None:
             self._beside.enter()
         return lane_of(self._cupy, self._gpu, stream)
+
+    def _watched_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Watch a block that enqueues waits for other ranks beside kernels, on another stream than the current one."""
+        if stream.is_capturing():
+            return nullcontext()
+        return self._watch.enqueued(lane_of(self._cupy, self._gpu, stream), "exchange beside kernels")
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         if send.size:

@@ -8,6 +8,7 @@ from typing import Any
 
 Outcome = tuple[bool, Any]  # (True, result) or (False, message)
 Waiting = Callable[[str], AbstractContextManager[object]]
+Watched = Callable[[Any], AbstractContextManager[object]]
 
 
 class Shortage(str):

@@ -15,12 +15,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thdattn.comm import Arrival, PeerExchange, no_wait
-from thdattn.comm.failures.outcomes import Waiting, agreed
+from thdattn.comm.failures.outcomes import Waiting, Watched, agreed
 from thdattn.comm.peer import layout
 from thdattn.comm.peer.layout import bytes_of, offsets, offsets_of, slots_of
 from thdattn.comm.peer.shared_memory import KEYS, PULLED, SLICES, SUMS, SharedMemory
@@ -57,6 +58,7 @@ class PeerMemory:
         self._world, self.rank, self.size = world, world.rank, world.size
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another peer
         self._summing: Any = None  # the window of the last owner_partials
+        self._watched: Watched = nullcontext
         agreed(world, "the start of peer memory", lambda: self._begin(made_of))
         try:
             self._probe()
@@ -92,9 +94,13 @@ class PeerMemory:
         agreed(self._world, "reading the memory of other GPUs", lambda: window.check_published(pulls))
         agreed(self._world, "waiting for flags", take)
 
-    def wait_within(self, waiting: Waiting) -> None:
-        """Make the host wait for other ranks, from now on, in contexts that `waiting` makes; see agreed."""
-        self._memory.waiting = waiting
+    def wait_within(self, waiting: Waiting, watched: Watched) -> None:
+        """Wait for other ranks, from now on, in contexts: `waiting` makes those of the host, see agreed.
+
+        Args:
+            watched: makes one in which a stream is given waits, from the stream.
+        """
+        self._memory.waiting, self._watched = waiting, watched
 
     def enter(self) -> Any:
         """Return the current stream, ordered after the stream of the previous call.
@@ -129,8 +135,7 @@ class PeerMemory:
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
         window.publish(stream)
         places = list(recvs)  # this stream may still use their memory
-        self._follow(stream)
-        window.arrive(self._pulls)
+        self._arrive(window, stream)
         arrivals = []
         for group, parts in enumerate(places):
             self._pull(route, group, window, parts)
@@ -215,8 +220,7 @@ class PeerMemory:
                 copy(window.array(at[peer], (len(array), array.nbytes // len(array)), np.uint8), array)
             at[peer] += array.nbytes
         window.publish(stream)
-        self._follow(stream)  # it may still use the memory of recvs
-        window.arrive(self._pulls)
+        self._arrive(window, stream)  # it may still use the memory of recvs
         at = [window.address(peer, slot[self.rank]) for peer, slot in enumerate(slots)]
         for array, peer in sorted(recvs, key=lambda pair: (pair[1] - self.rank) % self.size):  # ranks begin apart
             place, rows, width, pitch = rows_of(array)
@@ -320,8 +324,7 @@ class PeerMemory:
             window.take(stream)
             return no_wait
         window.publish(stream)
-        self._follow(stream)
-        window.arrive(self._pulls)
+        self._arrive(window, stream)
         self._add(self._pulled(), results, rows, self._pulls)
         window.take(self._pulls)
         return self._arrival(stream)
@@ -372,6 +375,16 @@ class PeerMemory:
                 current.wait_event(stream.record())
 
         return wait
+
+    def _arrive(self, window: Window, stream: Any) -> None:
+        """Make the stream that pulls wait for another one, and then for the other ranks.
+
+        The second wait is watched: the host may have to wait for all streams, as where it loads a kernel, before it
+        makes a watched stream wait for the pulls.
+        """
+        self._follow(stream)
+        with self._watched(self._pulls):
+            window.arrive(self._pulls)
 
     def _follow(self, stream: Any) -> None:
         """Make the stream that pulls wait for another one."""

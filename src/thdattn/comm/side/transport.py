@@ -11,13 +11,13 @@ Keys are gathered in place. A backward kernel writes partial sums in rank order 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thdattn.comm import Arrival, no_wait
-from thdattn.comm.failures.outcomes import Waiting, agreed
+from thdattn.comm.failures.outcomes import Waiting, Watched, agreed
 from thdattn.comm.peer.layout import bytes_of, offsets, rounded_up
 from thdattn.comm.side import communicator
 from thdattn.comm.side.memory import RECEIVED, SENT, SLICES, SUMS, Block, Blocks
@@ -63,6 +63,7 @@ class SideNccl:
         self.rank, self.size = world.rank, world.size
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another one
         self._summing: _Partials | None = None  # of the last owner_partials
+        self._watched: Watched = nullcontext
         agreed(world, "the start of a stream for collectives", lambda: self._begin(world))
         self._side = communicator.start(world, nccl, ctas)
 
@@ -74,9 +75,9 @@ class SideNccl:
         self._last = cupy.cuda.get_current_stream()
         self._memory = Blocks(world)
 
-    def wait_within(self, waiting: Waiting) -> None:
-        """Make the host wait for other ranks, from now on, in contexts that `waiting` makes; see agreed."""
-        self._memory.waiting = waiting
+    def wait_within(self, waiting: Waiting, watched: Watched) -> None:
+        """Wait for other ranks, from now on, in contexts; see PeerMemory.wait_within."""
+        self._memory.waiting, self._watched = waiting, watched
 
     def enter(self) -> Any:
         """Return the current stream, ordered after the stream of the previous call."""
@@ -119,7 +120,7 @@ class SideNccl:
 
     def _gather(self, comm: Any, parts: Sequence[Any], stream: Any) -> None:
         """Enqueue one launch that gathers arrays in which this rank's rows are in place."""
-        with self._together():
+        with self._together(stream):
             for part in parts:
                 count, begin = part.nbytes // self.size, part.data.ptr
                 if count:
@@ -143,7 +144,7 @@ class SideNccl:
             at += array.nbytes
         self._follow(stream)
         received, places = self._places(recvs)
-        with self._together():
+        with self._together(self._stream):
             for place, peer in places:
                 self._side.recv(address(place), place.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
             for part, peer in parts:
@@ -222,7 +223,7 @@ class SideNccl:
         """Exchange partial sums; return the addresses of all ranks' partial sums of this rank's rows."""
         uint8, at = self._nccl.NCCL_UINT8, received.address
         partials = np.zeros((), PARTIALS)
-        with self._together():
+        with self._together(stream):
             for of, begin, size in zip(partials["of"], summing.begins, summing.sizes, strict=True):
                 of[self.rank] = begin + self.rank * size
                 for peer in self._others:
@@ -237,7 +238,7 @@ class SideNccl:
         """Reduce partial sums in place; return the addresses of the sums of this rank's rows."""
         float32, add = self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM
         places = [begin + self.rank * size for begin, size in zip(summing.begins, summing.sizes, strict=True)]
-        with self._together():
+        with self._together(stream):
             for begin, place, size in zip(summing.begins, places, summing.sizes, strict=True):
                 if size:
                     comm.reduceScatter(begin, place, size // _FLOAT32.itemsize, float32, add, stream.ptr)
@@ -283,13 +284,17 @@ class SideNccl:
         return self._cupy.ndarray((len(like), like.nbytes // len(like)), np.uint8, place)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Have NCCL start the calls of a block together, by one launch."""
-        self._nccl.groupStart()
-        try:
-            yield
-        finally:  # an open group would swallow every later call
-            self._nccl.groupEnd()
+    def _together(self, stream: Any) -> Iterator[None]:
+        """Have NCCL start the calls of a block together, by one launch on a stream, which is watched.
+
+        The host may have to wait for all streams, as where it loads a kernel, before another one waits for this.
+        """
+        with self._watched(stream):
+            self._nccl.groupStart()
+            try:
+                yield
+            finally:  # an open group would swallow every later call
+                self._nccl.groupEnd()
 
     def _meet(self, stream: Any) -> None:
         """Make a stream wait for all side collectives so far; later ones follow it."""
