@@ -1,11 +1,12 @@
 """Run train.py with an accident, for tests: misbehave.py ACCIDENT RANK NUMBER [options of train.py].
 
-amid: it gets SIGTERM in the second micro-batch of step NUMBER.
+amid: the rank gets SIGTERM in the second micro-batch of step NUMBER.
 validating: it gets SIGTERM in the first micro-batch of validation NUMBER.
 early: it gets SIGTERM before it looks for documents.
+fail: it raises before step NUMBER.
 wait: it sleeps before any work, while the others wait for it in MPI; process ids are in files beside that of --metrics.
 
-After SIGTERM, every rank prints how many steps and micro-batches it has begun.
+In the end every rank prints how many steps and validations it has begun, and micro-batches in the last one of each.
 """
 
 from __future__ import annotations
@@ -24,69 +25,50 @@ from model import Model
 
 accident, rank, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.argv[1:4] = []
-Interrupt, whole_train, Trainer = train.Interrupt, train.train, train.Trainer
-loss_and_gradient, loss, step, bits_per_byte = Model.loss_and_gradient, Model.loss, Trainer.step, Trainer.bits_per_byte
 counts = dict.fromkeys(("step", "validation", "in step", "in validation"), 0)
-listeners = []
-
-
-def listening():
-    listeners.append(Interrupt())
-    return listeners[-1]
-
-
-def signalled(me):
-    if me != rank:
-        return
-    os.kill(os.getpid(), signal.SIGTERM)
-    while not listeners[0].requested:  # a thread hears of it, late on a busy machine
-        time.sleep(0.001)
-
-
-def step_with_accident(self, *args):
-    counts["step"] += 1
-    counts["in step"] = 0
-    return step(self, *args)
-
-
-def validation_with_accident(self, *args):
-    counts["validation"] += 1
-    counts["in validation"] = 0
-    return bits_per_byte(self, *args)
-
-
-def amid(self, *args):
-    counts["in step"] += 1
-    result = loss_and_gradient(self, *args)
-    if accident == "amid" and (counts["step"], counts["in step"]) == (number, 2):
-        signalled(world_rank)
-    return result
-
-
-def validating(self, *args):
-    counts["in validation"] += 1
-    result = loss(self, *args)
-    if accident == "validating" and (counts["validation"], counts["in validation"]) == (number, 1):
-        signalled(world_rank)
-    return result
+WHEN = {"amid": {"step": number, "in step": 2}, "validating": {"validation": number, "in validation": 1},
+        "fail": {"step": number}}  # fmt: skip
+whole_train = train.train
 
 
 def train_with_accident(comm, args, interrupt):
-    global world_rank
-    world_rank = comm.rank
+    def strike():
+        if comm.rank != rank:
+            return
+        if accident == "fail":
+            raise RuntimeError("an accident, on purpose")
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not interrupt.requested:  # a thread hears of it, late on a busy machine
+            time.sleep(0.001)
+
+    def count(owner, name, what, inside=None):
+        """Count the calls of a method, and begin to count anew what happens inside."""
+        method = getattr(owner, name)
+
+        def counted(*words):
+            counts[what] += 1
+            if inside:
+                counts[inside] = 0
+            if accident in WHEN and WHEN[accident].items() <= counts.items():
+                strike()
+            return method(*words)
+
+        setattr(owner, name, counted)
+
+    count(train.Trainer, "step", "step", "in step")
+    count(train.Trainer, "bits_per_byte", "validation", "in validation")
+    count(Model, "loss_and_gradient", "in step")
+    count(Model, "loss", "in validation")
     if accident == "wait":
         args.metrics.with_name(str(comm.rank)).write_text(str(os.getpid()))
         if comm.rank == rank:
             time.sleep(600)
     if accident == "early":
-        signalled(comm.rank)
+        strike()
     whole_train(comm, args, interrupt)
 
 
-train.Interrupt, train.train = listening, train_with_accident
-Model.loss_and_gradient, Model.loss = amid, validating
-Trainer.step, Trainer.bits_per_byte = step_with_accident, validation_with_accident
+train.train = train_with_accident
 status = train.main()
-if accident in ("amid", "validating", "early"):
-    print("began", json.dumps(counts), flush=True)
+print("began", json.dumps(counts), flush=True)
 sys.exit(status)
