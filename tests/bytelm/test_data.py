@@ -1,17 +1,18 @@
-"""Documents of the byte language model, who trains on them, and packing that loses and repeats nothing."""
+"""Documents and dialogues, who trains on them, and packing that loses and repeats nothing."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import threading
-from collections import Counter
+from collections import defaultdict
 from contextlib import closing
 
 import data
 import numpy as np
 import pytest
-from data import EOD, NOT_COUNTED, Document, Packing, Piece, Position
+from data import EOD, NOT_COUNTED, Document, MicroBatch, Packing, Piece, Position
+from texts import DIALOGUES, write_dialogues
 
 SIZES = (1, 2, 15, 16, 17, 33, 40, 100, 300)
 
@@ -21,10 +22,10 @@ def folder(tmp_path):
     """Write documents of SIZES bytes; no two bytes of one document, and no two documents, look alike."""
     rng = np.random.default_rng(0)
     for i, size in enumerate(SIZES):
-        path = tmp_path / f"{i % 3}" / f"{i}.txt"
-        path.parent.mkdir(exist_ok=True)
+        path = tmp_path / "files" / f"{i % 3}" / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(rng.integers(0, 256, size, np.uint8).tobytes())
-    return tmp_path
+    return tmp_path / "files"
 
 
 def epoch(documents, packing, seed=0, number=0):
@@ -40,19 +41,17 @@ def same(one, other):
 
 
 def test_documents_are_the_readable_files_below_a_folder_but_for_empty_and_hidden_ones(folder):
+    hidden = folder / ".git"
+    hidden.mkdir()
+    for secret in (folder / ".hidden", hidden / "a", hidden / "b"):
+        secret.write_text("secret")
     (folder / "empty").touch()
-    (folder / ".hidden").write_text("secret")
     (folder / "gone").symlink_to(folder / "nowhere")
     if os.geteuid():  # root may read everything
         (folder / "unreadable").write_text("secret")
         (folder / "unreadable").chmod(0)
-    hidden = folder / ".git"
-    hidden.mkdir()
-    for name in "ab":
-        (hidden / name).write_text("secret")
-    found = data.find_documents(folder)
-    assert [document.name for document in found] == sorted(f"{i % 3}/{i}.txt" for i in range(len(SIZES)))
-    assert Counter(document.end for document in found) == Counter(SIZES)
+    found = {document.name: document.end for document in data.find_documents(folder)}
+    assert [*found.items()] == sorted((f"{i % 3}/{i}.txt", size) for i, size in enumerate(SIZES))
     assert len(data.find_documents(hidden)) == 2, "a folder in a hidden one is read if it is asked for"
 
 
@@ -67,20 +66,11 @@ def test_documents_of_the_standard_library_are_real_sources():
 def test_a_single_file_is_cut_in_two(tmp_path):
     (tmp_path / "all").write_bytes(bytes(range(200)))
     one, other = data.find_documents(tmp_path)
-    assert (one.begin, one.end, other.begin, other.end) == (0, 190, 190, 200)
     assert one.tokens(0, 1000).tolist() == [EOD, *range(190), EOD]
     assert other.tokens(0, 1000).tolist() == [EOD, *range(190, 200), EOD]
+    assert other.tokens(2, 5).tolist() == [191, 192, 193]
     training, validation = data.split([one, other])
     assert len(training) == len(validation) == 1
-
-
-def test_tokens_are_eod_bytes_eod_in_whatever_parts_they_are_read(tmp_path):
-    (tmp_path / "a").write_bytes(b"xyz" + bytes([0, 255, 10]))
-    document = Document("a", tmp_path / "a", 3, 6)
-    whole = [EOD, 0, 255, 10, EOD]
-    for begin, end in itertools.combinations(range(6), 2):
-        tokens = document.tokens(begin, end)
-        assert tokens.tolist() == whole[begin:end] and tokens.dtype == np.int32
 
 
 @pytest.mark.parametrize(
@@ -97,7 +87,31 @@ def test_a_folder_without_documents_is_named(tmp_path, make, message):
         data.find_documents(make(tmp_path))
 
 
-def test_split_is_disjoint_complete_and_does_not_depend_on_other_files(folder):
+@pytest.mark.parametrize(("line", "why"), [
+    ('["a", "b"]', "it is no object"), ('{"prompt": "a"}', "its keys are 'prompt'"), ("{}", "its keys are none"),
+    ('{"prompt": "a", "answer": 3}', "its texts are no strings"), ("prompt", "Expecting value"),
+    ('{"prompt": "a", "answer": "\\ud800"}', "surrogates not allowed"), (b"\xff\xff\xff", "can't decode"),
+])  # fmt: skip
+def test_a_line_that_is_no_dialogue_is_named(tmp_path, line, why):
+    folder = write_dialogues(tmp_path / "texts", DIALOGUES)
+    (folder / "b.jsonl").write_bytes(b"\n" + (line if isinstance(line, bytes) else line.encode()))
+    with pytest.raises(ValueError, match=rf'b\.jsonl, line 2, is .*, wanted \{{"prompt": .*{why}.*; mend it, or leave'):
+        data.find_dialogues(folder)
+
+
+def test_a_folder_without_dialogues_and_one_that_changes_are_named(tmp_path):
+    folder = write_dialogues(tmp_path / "texts", DIALOGUES)
+    first, *_ = data.find_dialogues(folder)
+    for text in ("changed", "?"):  # cut where a line ended, and a whole line
+        write_dialogues(folder, [(text, "since")] * 20)
+        with pytest.raises(ValueError, match=r"a\.jsonl:1 is .*, wanted a prompt of 4 bytes and an answer of 1 as"):
+            first.tokens(0, 5)
+    (folder / "a.jsonl").rename(folder / "a.txt")
+    with pytest.raises(ValueError, match=r"whose \.jsonl files hold 0 lines, wanted two or more with --mask-prompt"):
+        data.find_dialogues(folder)
+
+
+def test_split_is_disjoint_complete_and_does_not_depend_on_other_files():
     documents = data.find_documents()
     training, validation = data.split(documents)
     assert sorted(d.name for d in training + validation) == [d.name for d in documents]
@@ -108,25 +122,22 @@ def test_split_is_disjoint_complete_and_does_not_depend_on_other_files(folder):
     assert kept_back == validation[: len(kept_back)]
 
 
-def test_fingerprint_tells_other_names_and_sizes(folder):
-    documents = data.find_documents(folder)
-    before = data.fingerprint(documents)
-    assert before == data.fingerprint(data.find_documents(folder))
-    (folder / "0" / "0.txt").write_text("longer")
-    assert before != data.fingerprint(data.find_documents(folder))
-
-
-# --- packing ---------------------------------------------------------------------------------------------------
-
-
-def test_names_may_be_bytes_of_any_encoding(folder):
-    known = data.find_documents(folder)
+def test_fingerprint_tells_names_of_any_encoding_sizes_and_where_prompts_end(folder, tmp_path):
     for name in (b"\xe9t\xe9.txt", b"\xe8t\xe8.txt"):  # Latin-1
         (folder / os.fsdecode(name)).write_text("summer")
     found = data.find_documents(folder)
-    assert len(found) == len(known) + 2
+    assert len(found) == len(SIZES) + 2
     assert sorted(map(repr, itertools.chain(*data.split(found)))) == sorted(map(repr, found))
-    assert len({data.fingerprint([document]) for document in found}) == len(found)
+    before = data.fingerprint(found)
+    assert before == data.fingerprint(data.find_documents(folder))
+    (folder / "0" / "0.txt").write_text("longer")
+    texts = [[("same bytes"[:cut], "same bytes"[cut:]), ("", "a")] for cut in range(4)]
+    others = [data.find_dialogues(write_dialogues(tmp_path / f"{n}", each)) for n, each in enumerate(texts)]
+    others += [[document] for document in found] + [data.find_documents(folder)]
+    assert len({before, *map(data.fingerprint, others)}) == 1 + len(others)
+
+
+# --- packing ---------------------------------------------------------------------------------------------------
 
 
 def test_first_fit_worked_by_hand(tmp_path):
@@ -140,42 +151,37 @@ def test_first_fit_worked_by_hand(tmp_path):
     assert packed == [["a"], ["b", "c"], ["d"]]
 
 
-def test_a_document_longer_than_the_budget_is_split_worked_by_hand(tmp_path):
-    (tmp_path / "a").write_bytes(b"abcdefg")
-    document = Document("a", tmp_path / "a", 0, 7)
-    first, second = sorted(epoch([document], Packing(5, 1, 5)), key=lambda batch: -batch.num_targets)
-    a, b, c, d, e, f, g = b"abcdefg"
-    assert first.tokens.tolist() == [EOD, a, b, c, d]
-    assert first.targets.tolist() == [a, b, c, d, e]
-    assert second.tokens[:3].tolist() == [e, f, g]
-    assert second.targets.tolist() == [f, g, EOD, NOT_COUNTED, NOT_COUNTED]
-    assert (first.num_targets, first.num_bytes, second.num_targets, second.num_bytes) == (5, 5, 3, 2)
+@pytest.fixture(params=["files", "dialogues"])
+def texts(request, folder, tmp_path):
+    """Return documents, and by name their bytes and the length of the prompt."""
+    if request.param == "files":
+        documents = data.find_documents(folder)
+        return documents, {document.name: (document.path.read_bytes(), 0) for document in documents}
+    documents = data.find_dialogues(write_dialogues(tmp_path / "texts", DIALOGUES))
+    return documents, {f"a.jsonl:{number}": ((prompt + answer).encode(), len(prompt.encode()))
+                       for number, (prompt, answer) in enumerate(DIALOGUES, 1)}  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [17, 64, 100, 1000])
-@pytest.mark.parametrize("multiple", [1, 4, 16])
-@pytest.mark.parametrize("longest", [1, 16, 1000])
-def test_every_byte_and_every_end_is_a_target_exactly_once(folder, rows, multiple, longest):
-    documents = data.find_documents(folder)
-    batches = epoch(documents, Packing(rows, multiple, min(longest, rows // multiple * multiple)))
-    wanted = Counter(byte for document in documents for byte in document.path.read_bytes())
-    wanted[EOD] = len(documents)
-    counted = Counter(target for batch in batches for target in batch.targets.tolist())
-    del counted[NOT_COUNTED]
-    assert counted == wanted
-    assert sum(batch.num_targets for batch in batches) == wanted.total()
-    assert sum(batch.num_bytes for batch in batches) == sum(SIZES)
-
-
-@pytest.mark.parametrize("packing", [Packing.of(17, 1, "dual_chunk"), Packing.of(64, 2, "dual_chunk"),
-                                     Packing.of(64, 2, "dual_chunk", 20), Packing.of(1000, 1, "contiguous")])
-def test_pieces_put_together_are_the_documents(folder, packing):
-    documents = data.find_documents(folder)
-    packed = [piece for chosen in data.pack(data.pieces_of(documents, packing.longest), packing) for piece in chosen]
-    for document in documents:
-        pieces = sorted((piece for piece in packed if piece.document == document), key=lambda piece: piece.begin)
-        assert [0, *(piece.end for piece in pieces)] == [*(piece.begin for piece in pieces), document.num_targets]
-        assert max(piece.end - piece.begin for piece in pieces) == min(document.num_targets, packing.longest)
+@pytest.mark.parametrize("packing", [
+    Packing(17, 1, 17), Packing(100, 4, 1), Packing.of(64, 2, "dual_chunk", 20), Packing.of(1000, 1, "contiguous"),
+], ids=str)  # fmt: skip
+def test_an_epoch_has_every_target_once_and_splits_only_what_is_too_long(texts, packing):
+    """The inputs are EOD and the bytes. The targets are the bytes but for a prompt, and EOD."""
+    documents, wanted = texts
+    found = defaultdict(list)
+    for batch in epoch(documents, packing):
+        counted = batch.targets[batch.targets != NOT_COUNTED]
+        assert batch.batch.total_rows == packing.rows and not (batch.batch.cu_seqlens_padded % packing.multiple).any()
+        assert (batch.num_targets, batch.num_bytes) == (len(counted), (counted != EOD).sum())
+        for piece, *rows in zip(batch.pieces, *map(batch.batch.unpack, (batch.tokens, batch.targets)), strict=True):
+            found[piece.document.name].append((piece.begin, *rows))
+    assert found.keys() == wanted.keys()
+    for name, pieces in found.items():
+        _, tokens, targets = zip(*sorted(pieces, key=lambda piece: piece[0]), strict=True)
+        text, prompt = wanted[name]
+        assert np.concatenate(tokens).tolist() == [EOD, *text]
+        assert np.concatenate(targets).tolist() == [NOT_COUNTED] * prompt + [*text[prompt:], EOD]
+        assert len(pieces) == -(-(len(text) + 1) // packing.longest)
 
 
 def test_documents_stay_whole_if_they_fit_and_1_2_4_and_8_ranks_make_the_same_batches():
@@ -217,39 +223,29 @@ def test_going_on_at_a_position_is_as_if_never_interrupted(folder):
 
 
 def test_groups_get_even_work_and_steps_keep_their_documents(tmp_path):
+    """An incomplete step keeps its micro-batches."""
     rng = np.random.default_rng(0)
     for i in range(150):
         (tmp_path / f"{i}.txt").write_bytes(bytes(int(np.exp(rng.normal(3.5, 1)))))
     documents, packing = data.find_documents(tmp_path), Packing(512, 1, 400)
 
-    def squares(lengths):
-        return lengths.astype(float) ** 2
-
     def pieces_of(batches):
         return sorted((piece.document.name, piece.begin) for batch in batches for piece in batch.pieces)
 
     def busiest(step):
-        work = [sum(float(piece.end - piece.begin) ** 2 for batch in step[group::2] for piece in batch.pieces)
-                for group in (0, 1)]
+        work = [sum((piece.end - piece.begin) ** 2 for batch in step[group::2] for piece in batch.pieces)
+                for group in (0, 1)]  # fmt: skip
         return max(work) / np.mean(work)
 
-    before = list(itertools.islice(data.micro_batches(documents, packing, 0, Position(0, 0)), 40))
-    after = list(data.evened(iter(before), packing, squares, groups=2, accumulate=4))
+    before = list(itertools.islice(data.micro_batches(documents, packing, 0, Position(0, 0)), 43))
+    after = list(data.evened(iter(before), packing, lambda lengths: lengths**2.0, groups=2, accumulate=4))
     assert [batch.after for batch in after] == [batch.after for batch in before]
     assert all(batch.batch.total_rows == 512 and len(batch.pieces) for batch in after)
-    evened = 0
-    for one, other in zip(data.grouped(iter(before), 8), data.grouped(iter(after), 8), strict=True):
-        assert pieces_of(one) == pieces_of(other)
-        evened += one != other
-        assert one == other or busiest(other) <= 1.05
-    assert evened >= 4
-    assert max(busiest(step) for step in data.grouped(iter(before), 8)) > 1.1
-
-
-def test_an_incomplete_step_keeps_its_micro_batches(folder):
-    documents, packing = data.find_documents(folder), Packing(64, 16, 64)
-    before = epoch(documents, packing)[:3]
-    assert list(data.evened(iter(before), packing, np.asarray, 2, 2)) == before
+    steps = list(zip(data.grouped(iter(before), 8), data.grouped(iter(after), 8), strict=True))
+    assert all(pieces_of(one) == pieces_of(other) for one, other in steps)
+    evened = [(busiest(one), busiest(other)) for one, other in steps if one != other]
+    assert len(evened) >= 4 and max(other for _, other in evened) <= 1.05 and max(one for one, _ in evened) > 1.1
+    assert steps[-1][0] == steps[-1][1]
 
 
 def test_validation_is_on_a_fixed_sample_of_about_so_many_bytes(folder):
@@ -266,13 +262,13 @@ def test_validation_is_on_a_fixed_sample_of_about_so_many_bytes(folder):
 # --- the thread ------------------------------------------------------------------------------------------------
 
 
+def data_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("data")]
+
+
 def test_prepared_items_come_in_order_and_end_with_their_thread():
     assert list(data.grouped(data.prepared(iter(range(5))), 2)) == [[0, 1], [2, 3], [4]]
     assert not data_threads()
-    with closing(data.prepared(itertools.count())) as coming:
-        assert next(coming) == 0
-        assert data_threads()
-    assert not data_threads(), "the caller stops early"
 
 
 def test_next_item_is_prepared_while_the_caller_works():
@@ -285,8 +281,9 @@ def test_next_item_is_prepared_while_the_caller_works():
 
     with closing(data.prepared(items())) as coming:
         assert next(coming).startswith("data")
-        assert made[1].wait(10), "the second was not made while the first was worked on"
-        assert not made[2].is_set(), "one ahead is enough"
+        assert made[1].wait(60), "the second was not made while the first was worked on"
+        assert data_threads() and not made[2].is_set(), "one ahead is enough"
+    assert not data_threads(), "the caller stops early"
 
 
 def test_error_of_the_thread_is_raised_in_the_loop(folder):
@@ -301,14 +298,12 @@ def test_error_of_the_thread_is_raised_in_the_loop(folder):
     assert not data_threads()
 
 
-def data_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("data")]
-
-
-def test_a_piece_is_what_it_says(folder):
-    document = data.find_documents(folder)[-1]
-    batch = data.MicroBatch.of([Piece(document, 2, 9)], Packing(16, 4, 16), Position(5, 6))
-    content = document.path.read_bytes()
-    assert bytes(batch.tokens[:7].tolist()) == content[1:8]
-    assert bytes(batch.targets[:7].tolist()) == content[2:9]
-    assert batch.after == (5, 6) and batch.batch.cu_seqlens_padded.tolist() == [0, 8]
+def test_a_rank_prepares_the_micro_batches_of_its_group_alone_until_the_run_ends(tmp_path):
+    """Micro-batches of others are never read, so their documents may be missing."""
+    piece, ready = Piece(Document("gone", tmp_path / "gone", 0, 8), 0, 9), []
+    batches = [MicroBatch.of([piece], Packing(16, 16, 16), Position(0, number)) for number in range(8)]
+    steps = data.steps(iter(batches), 4, slice(1, None, 2), ready.append, lambda: len(ready) == 3)
+    assert list(steps) == [batches[:4], batches[4:]]
+    assert [batch.after.batch for batch in ready] == [1, 3, 5]
+    with pytest.raises(FileNotFoundError):
+        list(data.steps(iter(batches), 4, slice(1, None, 2)))

@@ -6,11 +6,13 @@ import gc
 import os
 from collections.abc import Callable
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from statistics import mode
 from typing import NamedTuple
 
 import checkpoint
+import data
 import numpy as np
 import pytest
 import runs
@@ -18,7 +20,8 @@ from held import held
 from launch import run_ranks
 from programs import MISBEHAVE, TRAIN, gpus, losses, options, start
 from runs import EVERY_WAY, way_id, ways_of
-from sizes import SIZES, Config
+from sizes import SIZES
+from texts import write_dialogues
 
 import thdattn
 from thdattn.arguments import INT32_MAX
@@ -33,9 +36,16 @@ FLAT = 16 * 2**20  # bytes that 15 cycles of capture and destruction may cost, i
 
 
 @pytest.fixture(scope="module")
-def batches(documents):
-    return {sharding: runs.batches(documents, STEPS, TOKENS, sharding=sharding)
+def batches(documents, tmp_path_factory):
+    """Pack documents by the lengths that each sharding needs; and prompts, some longer than a micro-batch."""
+    made = {sharding: runs.batches(documents, STEPS, TOKENS, sharding=sharding)
             for sharding in ("dual_chunk", "contiguous")}  # fmt: skip
+    lengths = [*np.random.default_rng(0).integers(1, 120, (200, 2)), (2000, 40)]
+    texts = [("p" * prompt, "a" * answer) for prompt, answer in lengths]
+    dialogues = data.find_dialogues(write_dialogues(tmp_path_factory.mktemp("texts"), texts))
+    packing = data.Packing.of(TOKENS, 1, "dual_chunk")
+    made["prompts"] = list(islice(data.micro_batches(dialogues, packing, 0, data.Position(0, 0)), 40))
+    return made
 
 
 @pytest.fixture
@@ -49,10 +59,10 @@ def comm(cupy):
         yield comm
 
 
-def outcome(comm, batches, accumulate=1, validate_every=50, **graphs):
+def outcome(comm, batches, accumulate=1, **graphs):
     """Return the run, and how many of its graphs were captured."""
     made = runs.trainer(comm, "cuda", **graphs)
-    result = runs.run(made, batches, batches[:6], accumulate, validate_every)
+    result = runs.run(made, batches, batches[:6], accumulate, 50 if len(batches) == STEPS else 10)
     captured = runs.num_captured(made)
     made.graphs.close()
     return result, captured
@@ -64,30 +74,28 @@ class Case(NamedTuple):
     num_batches: int
     accumulate: int
     room: Callable[[list[int]], int] | None = None
-    config: Config = SIZES["tiny"]
+    batches: str = "dual_chunk"
     single_pool: bool = True
 
 
 CASES = {
     "one": Case(STEPS, 1), "two": Case(40, 2), "some-one": Case(STEPS, 1, mode),
     "some-one-pools": Case(STEPS, 1, mode, single_pool=False), "some-eight": Case(STEPS, 8, lambda n: max(n) - 1),
-    "hybrid": Case(60, 2, lambda n: max(n) - 1, HYBRID),
+    "prompts": Case(40, 2, batches="prompts"), "hybrid": Case(60, 2, lambda n: max(n) - 1, "contiguous"),
 }
+# By batches, if it is not the tiny model.
+MODELS = {"contiguous": {"config": HYBRID, "method": runs.Method("a2a", "contiguous")}}
+
+
+def config_of(batches):
+    return MODELS.get(batches, {}).get("config", SIZES["tiny"])
 
 
 @pytest.fixture(scope="module")
 def eager(comm, batches):
-    """Run a case without graphs: (number of batches, accumulate, config) -> Run."""
-    return cache(lambda num, accumulate, config: outcome(
-        comm, of_case(batches, num, config), accumulate, 10 if config == HYBRID else 50, **of_config(config))[0])
-
-
-def of_case(batches, num, config):
-    return batches["contiguous" if config == HYBRID else "dual_chunk"][:num]
-
-
-def of_config(config):
-    return {"config": config, "method": runs.Method("a2a", "contiguous")} if config == HYBRID else {}
+    """Run a case without graphs: (number of batches, accumulate, their name) -> Run."""
+    return cache(lambda num, accumulate, name: outcome(
+        comm, batches[name][:num], accumulate, **MODELS.get(name, {}))[0])  # fmt: skip
 
 
 def wanted_graphs(way, config=SIZES["tiny"]):
@@ -97,30 +105,31 @@ def wanted_graphs(way, config=SIZES["tiny"]):
     return 2 if way["impl"] == "full_iteration" else 1 + 2 * parts
 
 
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name, case in CASES.items() for way in ways_of(case.config)],
-                         ids=lambda x: x if isinstance(x, str) else way_id(x))
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name, case in CASES.items() for way in ways_of(config_of(case.batches))],
+    ids=lambda x: x if isinstance(x, str) else way_id(x),
+)
 def test_steps_are_bitwise_those_without_graphs(comm, batches, eager, name, way):
     """Losses, norms, validations in between, weights and the last gradient are; also where some batches do not fit."""
-    num, accumulate, room, config, single_pool = CASES[name]
-    some = of_case(batches, num, config)
+    num, accumulate, room, kind, single_pool = CASES[name]
+    some = batches[kind][:num]
     documents = [batch.batch.num_seqs for batch in some]
     assert len(set(documents)) > 1
-    graphs = {"single_pool": single_pool, **way, **of_config(config)} | (
-        {"max_packed_seqs": room(documents)} if room else {})
-    result, captured = outcome(comm, some, accumulate, 10 if config == HYBRID else 50, **graphs)
-    assert captured == wanted_graphs(way, config)
+    limits = {"max_packed_seqs": room(documents)} if room else {}
+    result, captured = outcome(comm, some, accumulate, single_pool=single_pool, **way, **MODELS.get(kind, {}), **limits)
+    assert captured == wanted_graphs(way, config_of(kind))
     wanted = runs.overflows(some, room(documents) if room else INT32_MAX, accumulate, 1, way["impl"])
     assert result.overflows == wanted
     if room:
         steps = runs.overflows(some, room(documents), accumulate, 1, "full_iteration")
         assert 0 < steps[-1] < len(steps) - 10, "no step is eager, or too few are replayed"
-    assert result.results == eager(num, accumulate, config).results
+    assert result.results == eager(num, accumulate, kind).results
 
 
 @pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
 def test_sums_in_any_order_train_as_well(comm, dual, eager, way):
     result, _ = outcome(comm, dual, deterministic=False, **way)
-    losses, expected = (np.array(run.numbers)[:, 0] for run in (result, eager(STEPS, 1, SIZES["tiny"])))
+    losses, expected = (np.array(run.numbers)[:, 0] for run in (result, eager(STEPS, 1, "dual_chunk")))
     np.testing.assert_allclose(losses[:20], expected[:20], rtol=2**-6)
     assert losses[-20:].mean() == pytest.approx(expected[-20:].mean(), rel=0.03)
 

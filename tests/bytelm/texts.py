@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,18 @@ LENGTHS = (13, 0, 1, 37, 0, 5, 22)
 SMALL = Config(layers=3, width=32, heads=4, kv_heads=2, head_dim=8, hidden=40, window=6)
 HYBRID = Config(layers=3, width=32, heads=4, kv_heads=2, head_dim=8, hidden=40, pattern="M*M", mixer_heads=2,
                 mixer_head_dim=16, state_dim=8)  # fmt: skip
+
+# Prompts and answers: empty ones, characters of several bytes, and texts longer than a piece.
+DIALOGUES = [("2+2=", "4"), ("", "no prompt"), ("no answer", ""), ("ä €:", "żółw"), ("long prompt " * 4, "short"),
+             ("short", " long answer" * 4), ("q" * 20, "a" * 20), ("one\n", "two\n")]  # fmt: skip
+
+
+def write_dialogues(folder: Path, texts: Sequence[tuple[str, str]]) -> Path:
+    """Write prompts and answers as a file of lines, and return its folder."""
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False) for prompt, answer in texts]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    return folder
 
 
 @dataclass(frozen=True)
