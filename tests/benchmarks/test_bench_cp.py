@@ -15,6 +15,9 @@ import rank_of
 import record
 import tables
 from cp_methods import METHODS
+from fake_exchange import Gathered, meet, take
+from fake_gpus import Machine, installed
+from fake_mpi import World
 from rank_of import as_rank_of
 from workloads import cp_cases
 
@@ -119,60 +122,51 @@ def test_other_than_two_ranks_cannot_play(ranks, size):
     run_local(ranks, fn)
 
 
-class Shared:
-    """Communicator of MPI as far as peer memory needs it, of simulated ranks."""
-
-    def __init__(self, comm):
-        self.rank, self.size, self.Barrier, self._comm = comm.rank, comm.size, comm.barrier, comm
-
-    def allgather(self, value):
-        return self._comm._gather_values(value)
-
-
 class Peers:
     """Comm of two GPUs as far as peer memory needs it."""
 
     overlaps = reads_peers = True
 
     def __init__(self, comm):
-        self.rank, self.size, self._world, self.actions = comm.rank, comm.size, Shared(comm), []
+        self.rank, self.size, self._world, self.actions = comm.rank, comm.size, World(comm), []
         self.before_close = self.actions.append
 
 
 @pytest.fixture
-def host_memory(monkeypatch):
+def machine():
     pytest.importorskip("cupy")
-    import host_memory
-
-    host_memory.install(monkeypatch)
-    return host_memory
+    with installed(Machine(2)) as machine:
+        yield machine
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, size, at_once, num_groups):
+def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(machine, size, at_once, num_groups):
     def values(rank, turn):
         rng = np.random.default_rng(10 * turn + rank)
         return [rng.standard_normal((40, 4, width), np.float32) for width in (256, 128)]  # more than STAGGER together
 
     def fn(comm):
+        machine.become(comm.rank)
         real = Peers(comm)
         played = as_rank_of(real, size)
         assert (played.rank, played.size) == (comm.rank, size)
         for turn in range(5):
-            sends = [host_memory.on_gpu(x) for x in values(comm.rank, turn)]
+            sends = [machine.asarray(x) for x in values(comm.rank, turn)]
             heads = 4 // num_groups
-            groups = [[host_memory.on_gpu(np.zeros((size * 40, heads, x.shape[2]), x.dtype)) for x in sends]
+            groups = [[machine.asarray(np.zeros((size * 40, heads, x.shape[2]), x.dtype)) for x in sends]
                       for _ in range(num_groups)]  # fmt: skip
             found = []
-            for parts, wait, done, peer_exchange in played._beside.gather_heads(sends, groups, at_once):
+            arrivals = played._beside.gather_heads(sends, groups, at_once)
+            for (parts, wait, done, kernel), outs in zip(arrivals, groups, strict=True):
                 wait()
-                if peer_exchange is not None:
-                    host_memory.meet(peer_exchange.flags, peer_exchange.to, sends)
+                if kernel is not None:
+                    cargo = Gathered(np.arange(size * 40), 40, outs, parts, sends, kernel.to)
+                    meet(machine.stream, cargo, kernel.flags)
                 found.append([np.concatenate(ranks).reshape(size, 40, heads, -1) for ranks in parts])
-                if peer_exchange is not None:
-                    host_memory.part(peer_exchange.flags)
+                if kernel is not None:
+                    take(machine.stream, kernel.flags)
                 done()
             for number, ranks in enumerate(np.concatenate(x, axis=2) for x in zip(*found, strict=True)):
                 assert np.isfinite(np.delete(ranks, comm.rank, 0)).all()
@@ -192,16 +186,17 @@ def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, siz
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, at_once):
+def test_sums_of_two_ranks_add_as_much_as_those_of_many(machine, size, at_once):
     def fn(comm):
+        machine.become(comm.rank)
         real = Peers(comm)
         memory = as_rank_of(real, size)._beside
         for turn in range(5):
             shapes = (16, 2, 8), (16, 2, 4)
-            results = [host_memory.on_gpu(np.full(shape, np.nan, np.float32)) for shape in shapes]
+            results = [machine.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes]
             for homes, shape in zip(memory.owner_partials(shapes, shapes, at_once)["of"], shapes, strict=True):
                 for home in homes[:size]:
-                    host_memory.array(shape, np.float32, int(home))[...] = 1 + comm.rank + 10 * turn
+                    machine.array(shape, np.float32, int(home))[...] = 1 + comm.rank + 10 * turn
             rows = np.arange(16, dtype=np.int32)
             rows[3] = -1
             memory.reduce_partials(rows, results, at_once)()

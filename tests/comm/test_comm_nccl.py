@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from fake_mpi import World
 
 import thdattn.comm
 from thdattn.comm import mpi, nccl
@@ -20,35 +21,6 @@ from thdattn.comm.slices import AllToAllSpec, SliceSpec
 
 PEER_MEMORY, SIDE_NCCL = nccl._peer_memory, nccl._side_nccl  # before stand-ins take their place
 FULL = b"\xff"  # uuid of a GPU without free memory
-
-
-class World:
-    """mpi4py's communicator on simulated ranks."""
-
-    def __init__(self, comm):
-        self.rank, self.size, self._rendezvous = comm.rank, comm.size, comm._rendezvous
-
-    def allgather(self, value):
-        return self._rendezvous.exchange(self.rank, "allgather", value)
-
-    def bcast(self, value, root):
-        return self._rendezvous.exchange(self.rank, "bcast", value)[root]
-
-    def Barrier(self):
-        self.allgather(None)
-
-    def Split(self, color, key):
-        return World(SimpleNamespace(rank=0, size=1, _rendezvous=ALONE))
-
-
-class Alone:
-    """Where one rank meets itself."""
-
-    def exchange(self, rank, what, value):
-        return [value]
-
-
-ALONE = Alone()
 
 
 class Communicator:

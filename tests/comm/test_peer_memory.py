@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("cupy")
 
-import host_memory
+from fake_exchange import Gathered, meet
+from fake_gpus import CUDARuntimeError, Machine, installed
+from fake_mpi import World
 
 import thdattn
 from thdattn.comm import nccl
@@ -22,27 +24,22 @@ from thdattn.comm.peer import windows
 SIZE = 3
 
 
-class World:
-    """As much of MPI's communicator as peer memory needs, of simulated ranks."""
-
-    def __init__(self, comm):
-        self.rank, self.size, self._comm = comm.rank, comm.size, comm
-
-    def allgather(self, value):
-        return self._comm._gather_values(value)
+@pytest.fixture
+def machine():
+    with installed(Machine(SIZE)) as machine:
+        yield machine
 
 
 @pytest.fixture
-def ranks(monkeypatch):
+def ranks(machine):
     """ranks(program): what program(memory, gpu) returns on each rank."""
-    host_memory.install(monkeypatch)
-
     def run(program):
         def one(comm):
+            machine.become(comm.rank)
             memory = peer.PeerMemory(World(comm))
-            result = program(memory, host_memory.gpu())
+            result = program(memory, machine.gpu)
             memory.close()
-            assert not host_memory.gpu().allocated and not host_memory.gpu().opened
+            assert not machine.gpu.allocated and not machine.gpu.opened
             return result
 
         return thdattn.comm.run_local(SIZE, one, timeout=20)
@@ -54,13 +51,17 @@ def rows(rank, number, num_rows):
     return np.random.default_rng([rank, number]).standard_normal((num_rows, 2, 4), np.float32)
 
 
-def empty(num_rows):
-    return host_memory.on_gpu(np.full((num_rows, 2, 4), np.nan, np.float32))
+def on_gpu(memory, values):
+    return memory._cupy.asarray(values)
+
+
+def empty(memory, num_rows):
+    return on_gpu(memory, np.full((num_rows, 2, 4), np.nan, np.float32))
 
 
 def gather(memory, number, num_rows):
-    recv = empty(SIZE * num_rows)
-    (arrival,) = memory.gather_heads([host_memory.on_gpu(rows(memory.rank, number, num_rows))], [[recv]], False)
+    recv = empty(memory, SIZE * num_rows)
+    (arrival,) = memory.gather_heads([on_gpu(memory, rows(memory.rank, number, num_rows))], [[recv]], False)
     arrival.wait()
     for other in memory._others:
         assert recv[other * num_rows :][:num_rows].tobytes() == rows(other, number, num_rows).tobytes()
@@ -68,18 +69,18 @@ def gather(memory, number, num_rows):
 
 def exchange(memory, number, num_rows):
     sizes = num_rows * 32 * (1 - np.eye(SIZE, dtype=int))
-    recvs = [(empty(num_rows), other) for other in memory._others]
-    send = host_memory.on_gpu(rows(memory.rank, number, num_rows))
+    recvs = [(empty(memory, num_rows), other) for other in memory._others]
+    send = on_gpu(memory, rows(memory.rank, number, num_rows))
     memory.exchange([(send, other) for other in memory._others], recvs, sizes)()
     for recv, other in recvs:
         assert recv.tobytes() == rows(other, number, num_rows).tobytes()
 
 
 def add(memory, number, num_rows, at_once=False):
-    results, shape = [empty(num_rows) for _ in range(2)], (num_rows, 2, 4)
+    results, shape = [empty(memory, num_rows) for _ in range(2)], (num_rows, 2, 4)
     for homes in memory.owner_partials([shape] * 2, [shape] * 2, at_once)["of"]:
         for home in homes[:SIZE]:
-            host_memory.array(shape, np.float32, int(home))[...] = memory.rank + number
+            memory._cupy.machine.array(shape, np.float32, int(home))[...] = memory.rank + number
     memory.reduce_partials(None, results, at_once)()
     assert all((x == sum(range(SIZE)) + SIZE * number).all() for x in results)
 
@@ -95,12 +96,12 @@ calls = pytest.mark.parametrize("call", CALLS)
 def told(memory):
     """Bytes that it says to hold are those that were allocated."""
     held = memory.held_bytes()
-    assert sum(held.values()) == host_memory.gpu().allocated
+    assert sum(held.values()) == memory._cupy.machine.gpu.allocated
     return held
 
 
 def state(memory):
-    return told(memory), sorted(host_memory.gpu().opened)
+    return told(memory), sorted(memory._cupy.machine.gpu.opened)
 
 
 # --- growing -----------------------------------------------------------------------------------------------------
@@ -169,8 +170,8 @@ def test_all_ranks_have_windows_before_one_asks_for_its_arrays(ranks, at_once):
                 asked.append(group)
                 return super().__getitem__(group)
 
-        places = Places([[host_memory.on_gpu(np.zeros((SIZE * 5000, 1, 4), np.float32))] for _ in range(2)])
-        send = host_memory.on_gpu(rows(memory.rank, 0, 5000))
+        places = Places([[on_gpu(memory, np.zeros((SIZE * 5000, 1, 4), np.float32))] for _ in range(2)])
+        send = on_gpu(memory, rows(memory.rank, 0, 5000))
         if memory.rank == 1:
             gpu.left = 100_000
         with pytest.raises(MemoryError, match=r"making 2 windows of keys of .* failed on rank 1"):
@@ -191,7 +192,7 @@ def test_windows_that_cannot_be_shared_are_given_back_by_all(ranks, step):
 
         def refuses(which, about):
             if which == step and next(count) == 1:
-                raise host_memory.CUDARuntimeError(201)
+                raise CUDARuntimeError(201)
 
         if memory.rank == 1:
             gpu.refuses = refuses
@@ -240,7 +241,7 @@ def fails_at(step, number=0):
 
     def refuses(which, about):
         if which == step and next(count) >= number:
-            raise host_memory.CUDARuntimeError(801)
+            raise CUDARuntimeError(801)
         return which == "write" and step == "lost"
 
     return refuses
@@ -256,11 +257,10 @@ def fails_at(step, number=0):
     (("lost",), r"reading the memory of other GPUs .* rank 0: RuntimeError: flags of ranks \[1\] have not arrived"),
     (("wait", 4), "waiting for flags failed on rank 1: CUDARuntimeError"),
 ])  # fmt: skip
-def test_a_start_that_fails_on_one_rank_says_why_on_all(monkeypatch, step, message, transport):
-    host_memory.install(monkeypatch)
-
+def test_a_start_that_fails_on_one_rank_says_why_on_all(machine, step, message, transport):
     def program(comm):
-        gpu, gpus = host_memory.gpu(), [nccl.Gpu(0, "node7", str(rank), "") for rank in range(SIZE)]
+        machine.become(comm.rank)
+        gpu, gpus = machine.gpu, [nccl.Gpu(0, "node7", str(rank), "") for rank in range(SIZE)]
         if comm.rank == 1:
             gpu.refuses = fails_at(*step)
         if transport == "auto":
@@ -277,11 +277,10 @@ def test_a_start_that_fails_on_one_rank_says_why_on_all(monkeypatch, step, messa
     assert re.search(message, why)
 
 
-def test_a_rank_that_lacks_memory_at_the_start_says_so(monkeypatch):
-    host_memory.install(monkeypatch)
-
+def test_a_rank_that_lacks_memory_at_the_start_says_so(machine):
     def program(comm):
-        host_memory.gpu().left = 0 if comm.rank == 2 else 1 << 30
+        machine.become(comm.rank)
+        machine.gpu.left = 0 if comm.rank == 2 else 1 << 30
         return nccl._peer_memory(World(comm), [nccl.Gpu(0, "node7", "", "")] * SIZE, "auto")
 
     made = thdattn.comm.run_local(SIZE, program, timeout=20)
@@ -361,13 +360,14 @@ def test_a_capture_that_needs_more_is_refused_on_all_ranks(ranks, call, captures
 
 def test_close_frees_all_at_once(ranks):
     def program(memory, gpu):
-        sends = [host_memory.on_gpu(rows(memory.rank, 0, 8))]
+        sends = [on_gpu(memory, rows(memory.rank, 0, 8))]
         for number in range(3):
             for call in CALLS:
                 call(memory, number, 8)
-        groups = [[host_memory.on_gpu(np.zeros((SIZE * 8, 1, 4), np.float32))] for _ in range(2)]
+        groups = [[on_gpu(memory, np.zeros((SIZE * 8, 1, 4), np.float32))] for _ in range(2)]
         first, last = memory.gather_heads(sends, groups, True)
-        host_memory.meet(first.peer_exchange.flags, first.peer_exchange.to, sends)
+        cargo = Gathered(np.arange(SIZE * 8), 8, groups[0], first.parts, sends, first.peer_exchange.to)
+        meet(memory._last, cargo, first.peer_exchange.flags)
         first.done()
         last.wait()
         synchronized = gpu.num_synchronized

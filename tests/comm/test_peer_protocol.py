@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cupy")
 
 import fake_exchange
-from fake_streams import Stream
+from fake_gpus import Stream
 from peer_programs import Pack, Program, machine_of, results
 
 from thdattn.comm import no_wait

@@ -16,7 +16,8 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_streams import Stream
+from fake_gpus import Stream
+from fake_mpi import World
 from peer_programs import Pack, Program, machine_of, results
 from test_peer_protocol import all_turns, nothing, start_backward
 
@@ -246,14 +247,6 @@ def test_calls_reach_the_library_with_pointers_counts_and_the_communicator(monke
         ("ncclAllGather", [2**40, 2**41, 2**35, 1, 99, 7]), ("ncclReduceScatter", [10, 20, 30, 7, 0, 99, 5]),
         ("ncclSend", [10, 20, 1, 3, 99, 5]), ("ncclRecv", [11, 21, 1, 3, 99, 5]), ("ncclCommDestroy", [99]),
     ]
-
-
-class World:
-    def __init__(self, comm):
-        self.rank, self.size, self.allgather = comm.rank, comm.size, comm._gather_values
-
-    def bcast(self, value, root):
-        return self.allgather(value)[root]
 
 
 def started(monkeypatch, refuses):

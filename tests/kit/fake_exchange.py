@@ -1,11 +1,11 @@
-"""Fake of thd_peer_exchange: it exchanges keys or slices chunk by chunk on a fake_streams stream."""
+"""Fake of thd_peer_exchange: it exchanges keys or slices chunk by chunk on a fake_gpus stream."""
 
 from __future__ import annotations
 
 import ctypes
 
 import numpy as np
-from fake_streams import at
+from fake_gpus import at
 
 from thdattn.jit.structs import RANK_FLAGS
 from thdattn.kernels.instances import EXCHANGE_KERNELS
@@ -14,7 +14,7 @@ LINE = 128  # bytes; kLine of peer/exchange.cu
 
 
 def meet(stream, cargo, flags):
-    """The kernel: waits and chunks are a step each; at last all ranks are told that this one has taken its parts."""
+    """The kernel up to its end, see `take`: waits and chunks are a step each."""
     rank, size = int(flags["rank"]), int(flags["num_ranks"])
     mine = at(int(flags["mine"]), (size,), RANK_FLAGS)
     theirs = [at(int(place), (1,), RANK_FLAGS) for place in flags["theirs"][:size]]
@@ -32,10 +32,6 @@ def meet(stream, cargo, flags):
         mine["offered"][other, chunk] = 0
         cargo.place(rank, other, chunk)
 
-    def take():
-        for there in theirs:
-            there["taken"][0, 0] = 1
-
     for other in range(size):
         await_flag(stream, mine, "taken", rank, other, 0)
     for chunk in range(cargo.count):
@@ -46,8 +42,16 @@ def meet(stream, cargo, flags):
         for other in others:
             await_flag(stream, mine, "offered", rank, other, chunk)
             stream.launch(collect, other, chunk)
+
+
+def take(stream, flags):
+    """The end of the kernel: all ranks are told that this one has taken its parts."""
+    def tell():
+        for place in flags["theirs"][: flags["num_ranks"]]:
+            at(int(place), (1,), RANK_FLAGS)["taken"][0, 0] = 1
+
     if flags["takes"]:
-        stream.launch(take)
+        stream.launch(tell)
 
 
 def await_flag(stream, mine, name, rank, other, number):
@@ -134,3 +138,4 @@ class Kernel:
         assert grid[0] % 2 == 0 and block % 32 == 0
         cargo, flags, *_ = (np.array(x)[()] for x in arguments._values)
         meet(self._machine.stream, Exchanged(cargo, self._word), flags)
+        take(self._machine.stream, flags)

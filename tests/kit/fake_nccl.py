@@ -1,4 +1,4 @@
-"""NCCL between the ranks of fake_streams.py: collectives begin when all ranks have come, and end when all have read.
+"""NCCL between the ranks of fake_gpus.py: collectives begin when all ranks have come, and end when all have read.
 
 Every operation is three steps of its stream. It is offered; it writes what it receives, once all ranks that it needs
 have offered theirs; it ends when nobody reads from this rank any more. A communicator's operations follow each other in
@@ -11,7 +11,7 @@ import ctypes
 from collections import defaultdict
 
 import numpy as np
-from fake_streams import at
+from fake_gpus import at
 
 NCCL_UINT8, NCCL_FLOAT32, NCCL_SUM = 1, 7, 0
 _open: list[list] = []  # calls of the group that is open

@@ -1,4 +1,4 @@
-"""Random programs of several ranks, for tests of peer memory and of NCCL beside kernels, over fake_streams.py.
+"""Random programs of several ranks, for tests of peer memory and of NCCL beside kernels, over fake_gpus.py.
 
 They run the real method, with the real windows or the real schedule of NCCL's collectives.
 
@@ -11,18 +11,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import fake_nccl
 import numpy as np
-from fake_exchange import Gathered, Kernel, meet
-from fake_streams import Machine, Stream, addresses, at
+from fake_exchange import Gathered, meet, take
+from fake_gpus import CUDARuntimeError, Machine, Stream, addresses, at, installed
 
 from thdattn.comm import no_wait, overlap, slices
 from thdattn.comm.peer import exchange as exchange_launcher
-from thdattn.comm.peer import layout, reduce, transport, windows
+from thdattn.comm.peer import transport
 from thdattn.comm.side import communicator
 from thdattn.comm.side import transport as side
 from thdattn.comm.slices import SliceSpec, copy
@@ -86,6 +85,7 @@ class Engine:
             whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
             arrays = addresses([into, sources, whole])
             meet(self.machine.stream, Gathered(plan.rank_order, rows, *arrays, peer_exchange.to), peer_exchange.flags)
+            take(self.machine.stream, peer_exchange.flags)
         return into
 
     def attn_fwd(self, inputs, options, outputs):
@@ -395,7 +395,7 @@ class Program:
     """
 
     def __init__(self, machine, rank, cliques=()):
-        machine.rank, machine.stream = rank, Stream(machine)
+        machine.become(rank)
         self.machine, self.engine, self.numbers = machine, Engine(machine), iter(range(1000))
         if cliques:
             main, second = (fake_nccl.Communicator(machine, clique, rank) for clique in cliques)
@@ -428,10 +428,15 @@ class Program:
     @contextlib.contextmanager
     def failing(self, draw):
         """An attention within may raise, or a window that has to grow, on all ranks."""
-        self.engine.fails, self.machine.full = draw.choice(["attention", *[""] * 9]), draw.random() < 0.1
-        with contextlib.suppress(MemoryError):
+        def is_full(step, about):
+            if step == "allocate":
+                raise CUDARuntimeError(2)
+
+        self.engine.fails, full = draw.choice(["attention", *[""] * 9]), draw.random() < 0.1
+        refuses = is_full if full else self.machine.gpu.refuses
+        with contextlib.suppress(MemoryError), mock.patch.object(self.machine.gpu, "refuses", refuses):
             yield
-        self.engine.fails, self.machine.full = "", False
+        self.engine.fails = ""
 
 
 @contextlib.contextmanager
@@ -441,19 +446,13 @@ def machine_of(size, seed):
     def enqueue_copy(place, source):
         machine.stream.launch(copy, place, source)
 
-    def kernel(name):
-        return machine.kernel(name) if name == "thd_peer_reduce" else Kernel(machine, name)
-
-    with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(reduce.compiler, "kernel", kernel),
-          mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
+    with (installed(machine),
           mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(overlap, "copy", enqueue_copy),
           mock.patch.object(side, "copy", enqueue_copy),
           mock.patch.object(side, "WORTH_OVERLAPPING", 0),
           mock.patch.object(side, "rounded_up", lambda num_bytes: num_bytes),
           mock.patch.object(transport, "WORTH_COPYING", 0),  # so that some swaps are of copies
           mock.patch.object(exchange_launcher, "_LEAST_BYTES", 64),  # several chunks each, some empty
-          mock.patch.dict(reduce.REDUCE_KERNELS, float32="thd_peer_reduce"),
-          mock.patch.object(layout, "rounded_up", lambda num_bytes: num_bytes),  # so that windows often grow
           mock.patch.object(transport.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip
         yield machine
 
