@@ -201,15 +201,6 @@ def test_wrong_arguments_say_what_is_wanted(options, sinks, error, says):
         layer.forward(x, x, x, layer.plan(PackedBatch([0, 3])), sinks=sinks)
 
 
-@pytest.mark.parametrize("option", [{"softcap": 2.0}, {"sinks": True}], ids=str)
-def test_ranks_agree_on_them(option):
-    def program(comm):
-        thdattn.CPAttention(comm, 4, 8, engine="reference", **(option if comm.rank else {})).plan(PackedBatch([0, 8]))
-
-    with pytest.raises(ValueError, match="the plan is not the same on all ranks"):
-        thdattn.comm.run_local(2, program)
-
-
 def test_saved_of_another_cap_or_with_changed_sinks_is_refused():
     x = np.zeros((3, 4, 8), np.float32)
     comm, batch = thdattn.comm.init("single"), PackedBatch([0, 3])
@@ -220,5 +211,3 @@ def test_saved_of_another_cap_or_with_changed_sinks_is_refused():
         layers[1].backward(x, saved)
     with pytest.raises(ValueError, match=r"saved\.sinks is"):
         layers[0].backward(x, replace(saved, sinks=np.zeros(3, np.float32)))
-
-

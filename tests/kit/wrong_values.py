@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -58,10 +59,25 @@ class NoDevice(Gradient):
         raise ValueError("Unknown device type meta")
 
 
+NO_INTS = (("8", "'8', a str"), (True, "True, a bool"), (np.True_, "np.True_, a bool"), (8.0, "8.0, a float"),
+           (NAN, "nan, a float"), (None, "None, a NoneType"), ([4], "[4], a list"),
+           (np.array(4), "a ndarray of shape ()"), (OnAGpu(), "a OnAGpu of shape (8, 4, 8)"))  # fmt: skip
+
+
+def no_ints(*names):
+    """Rows for `table` of what no int argument of these names takes."""
+    return [(name, value, TypeError, f"{name} is {found}; wanted an int") for name in names for value, found in NO_INTS]
+
+
 def refuses(call, argument, value, kind, message):
     """Asserts that call(argument=value) raises this error, and that all four parts are in its message."""
+    is_refused(partial(call, **{argument: value}), kind, message)
+
+
+def is_refused(call, kind, message):
+    """Asserts that call() raises this error with name, found, wanted and remedy; " … " stands for anything."""
     with pytest.raises(kind) as caught:
-        call(**{argument: value})
+        call()
     text = str(caught.value)
     assert re.search(".*".join(map(re.escape, message.split(" … "))), text), text
     assert type(caught.value) is kind
@@ -74,3 +90,9 @@ def table(*rows):
     return pytest.mark.parametrize(
         ("argument", "value", "kind", "message"), [pytest.param(*row, id=f"{row[0]}-{i}") for i, row in enumerate(rows)]
     )
+
+
+def calls(*rows):
+    """The rows (call, kind, message) for is_refused, named after their messages."""
+    return pytest.mark.parametrize(
+        ("call", "kind", "message"), [pytest.param(*row, id=f"{row[2][:40]}-{i}") for i, row in enumerate(rows)])

@@ -16,8 +16,9 @@ def grid(comm, inner):
 
 
 def layer_on(comm, kind="all_gather", heads=(8, 4), **options):
-    return thdattn.CPAttention(comm, heads[0], 8, heads[1], dtype="float32", engine="reference", cp_comm_type=kind,
-                               **options)
+    arguments = {"num_heads": heads[0], "head_dim": 8, "num_kv_heads": heads[1], "dtype": "float32",
+                 "cp_comm_type": kind, "engine": "reference"}
+    return thdattn.CPAttention(comm, **{**arguments, **options})
 
 
 BATCH = PackedBatch.from_lengths([64, 16], 16)
@@ -83,28 +84,44 @@ def test_keys_that_do_not_travel_alone_are_not_gathered(kind, sharding):
     thdattn.comm.run_local(4, program, timeout=20)
 
 
+# Options of which rank 3 has the second value.
+OPTIONS = {
+    "cp_comm_type": ("all_gather", "p2p"), "window": ((4, 0), (5, 0)), "causal": (True, False), "num_heads": (8, 4),
+    "num_kv_heads": (4, 8), "head_dim": (8, 9), "v_head_dim": (8, 9), "softmax_scale": (1.0, 2.0),
+    "dtype": ("float32", "float16"), "head_groups": (1, 2), "keep_keys": (True, False), "softcap": (0.0, 2.0),
+    "sinks": (False, True),
+}  # fmt: skip
 DIFFERING = {
-    "method": lambda comm, odd: layer_on(comm, "p2p" if odd else "all_gather").plan(BATCH),
-    "all-to-all": lambda comm, odd: layer_on(comm, "a2a" if odd else "all_gather").plan(BATCH, "contiguous"),
+    **{name: (lambda comm, odd, name=name, values=values: layer_on(comm, **{name: values[odd]}).plan(BATCH))
+       for name, values in OPTIONS.items()},
+    "lengths": lambda comm, odd: layer_on(comm).plan(PackedBatch.from_lengths([64, 16 - odd], 16)),
+    "padding": lambda comm, odd: layer_on(comm).plan(PackedBatch([0, 8], [0, 8 + odd * 8])),
+    "rows": lambda comm, odd: layer_on(comm).plan(PackedBatch([0, 8], total_rows=16 + odd)),
     "sharding": lambda comm, odd: layer_on(comm).plan(BATCH, "balanced" if odd else "dual_chunk"),
+    "all-to-all": lambda comm, odd: layer_on(comm, "a2a" if odd else "all_gather").plan(BATCH, "contiguous"),
     "sharding of heads": lambda comm, odd: layer_on(comm, "a2a").plan(BATCH, "dual_chunk" if odd else None),
-    "window": lambda comm, odd: layer_on(comm, "a2a", window=(3 + odd, 0)).plan(BATCH),
-    "lengths": lambda comm, odd: layer_on(comm).plan(
+    "window of heads": lambda comm, odd: layer_on(comm, "a2a", window=(3 + odd, 0)).plan(BATCH),
+    "balanced lengths": lambda comm, odd: layer_on(comm).plan(
         PackedBatch.from_lengths([64 - odd, 16], 16), "balanced"),
     "lengths of a ring": lambda comm, odd: layer_on(comm, "p2p").plan(PackedBatch.from_lengths([64, 16 - odd], 16)),
-    "heads": lambda comm, odd: layer_on(comm, "a2a", (8, 8 if odd else 4)).plan(BATCH),
-    "head_groups": lambda comm, odd: layer_on(comm, "a2a", (8, 8), head_groups=1 + odd).plan(BATCH),
-    "keep_keys": lambda comm, odd: layer_on(comm, "a2a", keep_keys=bool(odd)).plan(BATCH),
     "levels": lambda comm, odd: layer_on(grid(comm, 2), "a2a+p2p" if odd else "a2a+all_gather").plan(BATCH),
     "rows of levels": lambda comm, odd: layer_on(grid(comm, 2), "a2a+all_gather").plan(
         BATCH, "contiguous" if odd else "dual_chunk"),
 }  # fmt: skip
+FIELDS = {
+    "lengths": "cu_seqlens[2]", "padding": "total_rows", "rows": "total_rows", "causal": "window",
+    "all-to-all": "cp_comm_type", "sharding of heads": "sharding", "window of heads": "window",
+    "balanced lengths": "cu_seqlens[1]", "lengths of a ring": "cu_seqlens[2]", "levels": "cp_comm_type",
+    "rows of levels": "sharding",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", DIFFERING)
-def test_what_differs_on_one_rank_raises_on_every_rank(what):
+def test_what_differs_on_one_rank_raises_on_every_rank_and_names_it(what):
+    wanted = f"{re.escape(FIELDS.get(what, what))} is .* " + r"\(ranks 0, 1, 2\), .* \(rank 3\)"
+
     def program(comm):
-        with pytest.raises(ValueError, match=r"plan is not the same on all ranks: .* \(ranks 0, 1, 2\), .* \(rank 3\)"):
+        with pytest.raises(ValueError, match=f"^the plan is not the same on all ranks: (.* )?{wanted}"):
             DIFFERING[what](comm, int(comm.rank == 3))
         comm.barrier()
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import BFLOAT16
-from wrong_values import BATCH, FLOAT8, INF, MASKED, NAN, Gradient, NoDevice, OnAGpu, refuses, table
+from wrong_values import BATCH, FLOAT8, INF, MASKED, NAN, Gradient, NoDevice, OnAGpu, no_ints, refuses, table
 
 from thdattn import PackedBatch, Sharding
 from thdattn.arguments import as_bool, as_choice, as_count, as_int, as_softmax_scale, as_window, shown
@@ -40,11 +40,7 @@ from thdattn.arguments import as_bool, as_choice, as_count, as_int, as_softmax_s
     ("cu_seqlens_padded", [0, 2**70], ValueError, "cu_seqlens_padded ends at 1180591620717411303424, wanted < 2**31"),
     ("cu_seqlens_padded", NoDevice(), TypeError, "cu_seqlens_padded is a … NoDevice that cannot be read"),
     ("total_rows", "8", TypeError, "total_rows is '8', a str; wanted an int; convert it with int()"),
-    ("total_rows", True, TypeError, "total_rows is True, a bool; wanted an int"),
-    ("total_rows", np.True_, TypeError, "total_rows is np.True_, a bool; wanted an int"),
-    ("total_rows", NAN, TypeError, "total_rows is nan, a float; wanted an int"),
-    ("total_rows", np.array(8), TypeError, "total_rows is a ndarray of shape (); wanted an int"),
-    ("total_rows", OnAGpu(), TypeError, "total_rows is a OnAGpu of shape (8, 4, 8); wanted an int"),
+    *(row for row in no_ints("total_rows") if row[1] is not None),
     ("total_rows", 2**70, ValueError, "total_rows is 1180591620717411303424, wanted 0 <= total_rows < 2**31"),
 )  # fmt: skip
 def test_packed_batch(argument, value, kind, message):
@@ -70,15 +66,11 @@ def test_packed_batch(argument, value, kind, message):
     ("lengths", np.array([7, 3], FLOAT8), TypeError, "lengths holds float8_e4m3fn values, wanted ints"),
     ("lengths", OnAGpu(), TypeError, "lengths is a … OnAGpu that cannot be read as a NumPy array ( … copy it to the"),
     ("lengths", Gradient(), TypeError, "lengths is a … Gradient that … lengths.detach(), or use thdattn.torch"),
-    ("multiple", None, TypeError, "multiple is None, a NoneType; wanted an int"),
-    ("multiple", "4", TypeError, "multiple is '4', a str; wanted an int"),
-    ("multiple", True, TypeError, "multiple is True, a bool; wanted an int"),
     ("multiple", 0, ValueError, "multiple is 0, wanted >= 1; pass 1 for no padding"),
     ("multiple", -8, ValueError, "multiple is -8, wanted >= 1; pass 1 for no padding"),
     ("multiple", 2**31, ValueError, "multiple is 2147483648, wanted <= 2147483647; pass 1 for no padding"),
     ("multiple", 2**70, ValueError, "multiple is 1180591620717411303424, wanted <= 2147483647"),
-    ("multiple", [4], TypeError, "multiple is [4], a list; wanted an int"),
-    ("multiple", OnAGpu(), TypeError, "multiple is a OnAGpu of shape (8, 4, 8); wanted an int"),
+    *no_ints("multiple"),
 )  # fmt: skip
 def test_from_lengths(argument, value, kind, message):
     arguments = {"lengths": [7, 3]}
@@ -149,10 +141,7 @@ def test_unpack(argument, value, kind, message):
 @table(
     ("batch", None, TypeError, "batch is a NoneType, wanted a PackedBatch; make PackedBatch(cu_seqlens)"),
     ("batch", OnAGpu(), TypeError, "batch is a OnAGpu, wanted a PackedBatch"),
-    ("cp_size", None, TypeError, "cp_size is None, a NoneType; wanted an int"),
-    ("cp_size", "2", TypeError, "cp_size is '2', a str; wanted an int"),
-    ("cp_size", True, TypeError, "cp_size is True, a bool; wanted an int"),
-    ("cp_size", NAN, TypeError, "cp_size is nan, a float; wanted an int"),
+    *no_ints("cp_size"),
     ("cp_size", 2**30, ValueError, "cp_size is 1073741824, wanted <= 1073741823; pass the number of ranks"),
     ("cp_size", 2**70, ValueError, "cp_size is 1180591620717411303424, wanted <= 1073741823"),
     ("strategy", None, TypeError,
@@ -171,10 +160,7 @@ SHARDING = Sharding(BATCH, 1)
 
 
 @table(
-    ("cp_rank", None, TypeError, "cp_rank is None, a NoneType; wanted an int"),
-    ("cp_rank", False, TypeError, "cp_rank is False, a bool; wanted an int"),
-    ("cp_rank", 0.0, TypeError, "cp_rank is 0.0, a float; wanted an int"),
-    ("cp_rank", np.array(0), TypeError, "cp_rank is a ndarray of shape (); wanted an int"),
+    *no_ints("cp_rank"),
     ("cp_rank", 2**70, ValueError, "cp_rank is 1180591620717411303424, wanted 0 <= cp_rank < cp_size = 1"),
 )  # fmt: skip
 def test_rows_and_shard(argument, value, kind, message):

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import BFLOAT16
-from wrong_values import BATCH, FLOAT8, INF, MASKED, NAN, Gradient, NoDevice, OnAGpu, refuses, table
+from wrong_values import BATCH, FLOAT8, INF, MASKED, NAN, Gradient, NoDevice, OnAGpu, no_ints, refuses, table
 
 import thdattn
 from thdattn import Sharding
@@ -34,25 +34,15 @@ FLAGS = ("causal", "deterministic")
     ("num_kv_heads", 8, ValueError, "num_heads is 4, not a multiple of num_kv_heads = 8"),
     *((name, 0, ValueError, f"{name} is 0, wanted >= 1; pass") for name in COUNTS),
     *((name, -2, ValueError, f"{name} is -2, wanted >= 1; pass") for name in COUNTS),
-    *((name, "8", TypeError, f"{name} is '8', a str; wanted an int") for name in COUNTS),
+    *no_ints("num_heads", "head_dim"), *(row for row in no_ints("num_kv_heads", "v_head_dim") if row[1] is not None),
     ("comm", None, TypeError, "comm is a NoneType, wanted a Comm, or two in a tuple; make one with"),
     ("comm", 4, TypeError, "comm is a int, wanted a Comm"),
     ("comm", thdattn.comm.SingleComm, TypeError, "comm is a ABCMeta, wanted a Comm, or two in a tuple; make one"),
-    *((name, True, TypeError, f"{name} is True, a bool; wanted an int") for name in COUNTS),
-    *((name, np.True_, TypeError, f"{name} is np.True_, a bool; wanted an int") for name in COUNTS),
-    *((name, 8.0, TypeError, f"{name} is 8.0, a float; wanted an int") for name in COUNTS),
-    *((name, NAN, TypeError, f"{name} is nan, a float; wanted an int") for name in COUNTS),
-    *((name, np.array(4), TypeError, f"{name} is a ndarray of shape (); wanted an int") for name in COUNTS),
-    *((name, OnAGpu(), TypeError, f"{name} is a OnAGpu of shape (8, 4, 8); wanted an int") for name in COUNTS),
     *((name, 2**70, ValueError, f"{name} is 1180591620717411303424, wanted <= 2147483647") for name in COUNTS),
-    *((name, "no", TypeError, f"{name} is 'no', a str; wanted True or False; pass one of these") for name in FLAGS),
-    *((name, "false", TypeError, f"{name} is 'false', a str; wanted True or False") for name in FLAGS),
-    *((name, 1, TypeError, f"{name} is 1, a int; wanted True or False") for name in FLAGS),
-    *((name, None, TypeError, f"{name} is None, a NoneType; wanted True or False") for name in FLAGS),
-    *((name, NAN, TypeError, f"{name} is nan, a float; wanted True or False") for name in FLAGS),
-    *((name, [], TypeError, f"{name} is [], a list; wanted True or False") for name in FLAGS),
-    *((name, np.array([True, False]), TypeError, f"{name} is a ndarray of shape (2,); wanted True") for name in FLAGS),
-    *((name, OnAGpu(), TypeError, f"{name} is a OnAGpu of shape (8, 4, 8); wanted True") for name in FLAGS),
+    *((name, value, TypeError, f"{name} is {found}; wanted True or False") for name in FLAGS for value, found in (
+        ("no", "'no', a str"), ("false", "'false', a str"), (1, "1, a int"), (None, "None, a NoneType"),
+        (NAN, "nan, a float"), ([], "[], a list"), (np.array([True, False]), "a ndarray of shape (2,)"),
+        (OnAGpu(), "a OnAGpu of shape (8, 4, 8)"))),
     ("cp_comm_type", None, TypeError, "cp_comm_type is None, a NoneType; wanted"),
     ("cp_comm_type", ["a2a", "p2p"], TypeError, "cp_comm_type is ['a2a', 'p2p'], a list; wanted"),
     ("cp_comm_type", OnAGpu(), TypeError, "cp_comm_type is a OnAGpu of shape (8, 4, 8); wanted"),

@@ -235,3 +235,9 @@ def test_graphs_of_others_are_checked_while_they_are_captured_alone(steps):
         steps._backward(steps.x, kept)
     stream.end_capture()
     steps._backward(steps.x, kept)
+    kept = steps._forward(steps.x)[1]  # eagerly
+    renew(steps.lengths)
+    stream.begin_capture()
+    with pytest.raises(ValueError, match=REFUSED):
+        steps._backward(steps.x, kept)
+    stream.end_capture()

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wrong_values import calls, is_refused
 
 from thdattn.packing import PackedBatch, rows_of_runs
 
@@ -217,154 +219,66 @@ def test_an_array_whose_dlpack_device_is_the_cpu_is_on_the_host():
     assert batch.total_tokens == 3
 
 
-@pytest.mark.parametrize(
-    ("what", "read"),
-    [
-        ("lengths", lambda batch: batch.lengths),
-        ("total_tokens", lambda batch: batch.total_tokens),
-        ("pack", lambda batch: batch.pack([np.zeros(1)])),
-        ("unpack", lambda batch: batch.unpack(np.zeros(8))),
-    ],
-)
-def test_reading_lengths_on_a_gpu_says_what_to_do(what, read):
-    batch = PackedBatch(DeviceOffsets(2), total_rows=8)
-    with pytest.raises(ValueError, match=rf"{what} needs the offsets on the host.*from NumPy offsets"):
-        read(batch)
-
-
-def test_offsets_on_a_gpu_need_total_rows():
-    with pytest.raises(ValueError, match=r"total_rows is None, wanted an int.*pass total_rows"):
-        PackedBatch(DeviceOffsets(3))
-
-
-@pytest.mark.parametrize("dtype", ["int64", "uint32"])
-def test_offsets_on_a_gpu_must_be_int32(dtype):
-    with pytest.raises(TypeError, match=rf"cu_seqlens is {dtype}, wanted int32.*astype"):
-        PackedBatch(DeviceOffsets(3, dtype), total_rows=8)
-
-
-def test_offsets_on_a_gpu_are_checked_for_shape():
-    with pytest.raises(ValueError, match=r"cu_seqlens has shape \(0,\), wanted \(num_seqs \+ 1,\)"):
-        PackedBatch(DeviceOffsets(0), total_rows=8)
-    with pytest.raises(ValueError, match=r"cu_seqlens_padded has shape \(4,\), wanted \(3,\) as cu_seqlens"):
-        PackedBatch(DeviceOffsets(3), DeviceOffsets(4), total_rows=8)
-
-
-def test_offsets_on_different_sides_say_which_to_copy():
-    with pytest.raises(ValueError, match=r"cu_seqlens lies on a GPU .*copy cu_seqlens_padded to a GPU"):
-        PackedBatch(DeviceOffsets(2), int32(0, 4), total_rows=4)
-    with pytest.raises(ValueError, match=r"cu_seqlens lies on the host .*copy cu_seqlens_padded to the host"):
-        PackedBatch(int32(0, 4), DeviceOffsets(2))
-
-
 # --- errors: name, found, wanted, remedy ----------------------------------------------------------
 
-
-def test_decreasing_offsets_name_index_and_both_values():
-    with pytest.raises(ValueError, match=r"cu_seqlens decreases from 5 at index 1 to 3 at index 2.*sum"):
-        PackedBatch(int32(0, 5, 3, 9))
-    with pytest.raises(ValueError, match=r"cu_seqlens_padded decreases from 8 at index 2 to 7 at index 3"):
-        PackedBatch(int32(0, 1, 2, 3), int32(0, 4, 8, 7))
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.float32])
-def test_offsets_of_another_dtype_name_the_cast(dtype):
-    with pytest.raises(TypeError, match=rf"cu_seqlens is {np.dtype(dtype)}, wanted int32.*\.astype"):
-        PackedBatch(np.array([0, 3], dtype))
-    with pytest.raises(TypeError, match=rf"cu_seqlens_padded is {np.dtype(dtype)}, wanted int32"):
-        PackedBatch(int32(0, 3), np.array([0, 3], dtype))
+ON_GPU = PackedBatch(DeviceOffsets(2), total_rows=8)
+HOST = PackedBatch.from_lengths([2, 3])
+DECREASES = "cu_seqlens decreases from 5 at index 1 to 3 at index 2; … sum"
+LONG = "sequence 1 has 5 tokens … leaves it 4 rows … pad it to 5 or more"
+SHAPE = "cu_seqlens has shape … , wanted (num_seqs + 1,)"
 
 
-def test_a_list_of_floats_is_refused():
-    with pytest.raises(TypeError, match=r"cu_seqlens holds float64 values, wanted ints"):
-        PackedBatch([0.0, 3.0])
-
-
-@pytest.mark.parametrize("offsets", [int32(), np.int32(0), np.zeros((2, 2), np.int32), []])
-def test_offsets_of_a_wrong_shape_are_refused(offsets):
-    with pytest.raises(ValueError, match=r"cu_seqlens has shape \(.*\), wanted \(num_seqs \+ 1,\).*\[0\]"):
-        PackedBatch(offsets)
-
-
-def test_offsets_must_start_at_zero():
-    with pytest.raises(ValueError, match=r"cu_seqlens\[0\] is 2, wanted 0; put a 0 in front"):
-        PackedBatch(int32(2, 5))
-
-
-def test_padded_offsets_must_have_the_same_shape():
-    with pytest.raises(ValueError, match=r"cu_seqlens_padded has shape \(2,\), wanted \(3,\) as cu_seqlens"):
-        PackedBatch(int32(0, 1, 2), int32(0, 4))
-
-
-def test_a_sequence_longer_than_its_padding_is_named():
-    with pytest.raises(ValueError, match=r"sequence 1 has 5 tokens .* leaves it 4 rows.*pad it to 5 or more"):
-        PackedBatch(int32(0, 3, 8), int32(0, 4, 8))
-
-
-def test_more_rows_than_int32_counts_are_refused():
-    with pytest.raises(ValueError, match=r"cu_seqlens ends at 2147483648, wanted < 2\*\*31.*split the batch"):
-        PackedBatch([0, 2**31])
-    with pytest.raises(ValueError, match=r"lengths padded to multiples of 1 take 4000000000 rows.*split"):
-        PackedBatch.from_lengths([2_000_000_000, 2_000_000_000])
-    with pytest.raises(ValueError, match=r"total_rows is 2147483648, wanted 0 <= total_rows < 2\*\*31"):
-        PackedBatch(int32(0, 1), total_rows=2**31)
-
-
-def test_total_rows_below_the_padded_end_is_refused():
-    with pytest.raises(ValueError, match=r"total_rows is 7 but cu_seqlens_padded ends at 8; .*leave .* out"):
-        PackedBatch(int32(0, 3), int32(0, 8), total_rows=7)
-
-
-def test_negative_total_rows_are_refused_on_a_gpu_too():
-    with pytest.raises(ValueError, match=r"total_rows is -1, wanted 0 <= total_rows"):
-        PackedBatch(DeviceOffsets(2), total_rows=-1)
-
-
-def test_total_rows_must_be_an_int():
-    with pytest.raises(TypeError, match=r"total_rows is 8\.0, a float; wanted an int"):
-        PackedBatch(int32(0, 3), total_rows=8.0)
-
-
-def test_from_lengths_names_a_bad_length():
-    with pytest.raises(ValueError, match=r"lengths\[1\] is -2, wanted 0 <= length"):
-        PackedBatch.from_lengths([3, -2])
-    with pytest.raises(ValueError, match=r"lengths\[0\] is 2147483648, wanted 0 <= length < 2\*\*31"):
-        PackedBatch.from_lengths([2**31])
-    with pytest.raises(TypeError, match=r"lengths holds float64 values, wanted ints"):
-        PackedBatch.from_lengths([3.0])
-    with pytest.raises(ValueError, match=r"lengths has shape \(1, 2\), wanted \(num_seqs,\)"):
-        PackedBatch.from_lengths([[3, 4]])
-
-
-def test_from_lengths_names_a_bad_multiple():
-    with pytest.raises(ValueError, match=r"multiple is 0, wanted >= 1"):
-        PackedBatch.from_lengths([3], multiple=0)
-    with pytest.raises(TypeError, match=r"multiple is 4\.0, a float; wanted an int"):
-        PackedBatch.from_lengths([3], multiple=4.0)
-
-
-def test_pack_names_what_is_wrong_with_the_arrays():
-    batch = PackedBatch.from_lengths([2, 3])
-    with pytest.raises(ValueError, match=r"arrays holds 1 arrays, wanted 2; pass one array per sequence"):
-        batch.pack([np.zeros(2)])
-    with pytest.raises(ValueError, match=r"arrays\[1\] has shape \(4,\), wanted 3 rows; .*batch\.lengths"):
-        batch.pack([np.zeros(2), np.zeros(4)])
-    with pytest.raises(ValueError, match=r"arrays\[0\] has shape \(\), wanted 2 rows"):
-        batch.pack([np.float32(1), np.zeros(3)])
-    with pytest.raises(ValueError, match=r"arrays\[1\] has trailing shape \(5,\), wanted \(4,\) as"):
-        batch.pack([np.zeros((2, 4)), np.zeros((3, 5))])
-    with pytest.raises(TypeError, match=r"arrays\[1\] is float32, wanted float64.*astype\('float64'\)"):
-        batch.pack([np.zeros(2), np.zeros(3, np.float32)])
-
-
-def test_packing_no_arrays_says_that_the_shape_is_unknown():
-    with pytest.raises(ValueError, match=r"arrays is empty.*make the buffer with np\.full"):
-        PackedBatch(int32(0), total_rows=4).pack([])
-
-
-def test_unpack_names_a_wrong_number_of_rows():
-    with pytest.raises(ValueError, match=r"rows has shape \(4, 2\), wanted 5 rows; .*batch\.total_rows"):
-        PackedBatch.from_lengths([2, 3]).unpack(np.zeros((4, 2)))
+@calls(
+    *((read, ValueError, f"{what} needs the offsets on the host … from NumPy offsets") for what, read in (
+        ("lengths", lambda: ON_GPU.lengths), ("total_tokens", lambda: ON_GPU.total_tokens),
+        ("pack", lambda: ON_GPU.pack([np.zeros(1)])), ("unpack", lambda: ON_GPU.unpack(np.zeros(8))))),
+    (lambda: PackedBatch(DeviceOffsets(3)), ValueError, "total_rows is None, wanted an int … pass total_rows"),
+    *((partial(PackedBatch, DeviceOffsets(3, dtype), total_rows=8), TypeError,
+       f"cu_seqlens is {dtype}, wanted int32 … astype") for dtype in ("int64", "uint32")),
+    (lambda: PackedBatch(DeviceOffsets(0), total_rows=8), ValueError, SHAPE),
+    (lambda: PackedBatch(DeviceOffsets(3), DeviceOffsets(4), total_rows=8), ValueError,
+     "cu_seqlens_padded has shape (4,), wanted (3,) as cu_seqlens"),
+    (lambda: PackedBatch(DeviceOffsets(2), int32(0, 4), total_rows=4), ValueError,
+     "cu_seqlens lies on a GPU … copy cu_seqlens_padded to a GPU"),
+    (lambda: PackedBatch(int32(0, 4), DeviceOffsets(2)), ValueError,
+     "cu_seqlens lies on the host … copy cu_seqlens_padded to the host"),
+    (lambda: PackedBatch(int32(0, 5, 3, 9)), ValueError, DECREASES),
+    (lambda: PackedBatch(int32(0, 1, 2, 3), int32(0, 4, 8, 7)), ValueError,
+     "cu_seqlens_padded decreases from 8 at index 2 to 7 at index 3"),
+    *((partial(PackedBatch, *before, np.array([0, 3], dtype)), TypeError, f"{name} is {dtype}, wanted int32 … .astype")
+      for dtype in ("int64", "uint32", "float32") for name, before in (("cu_seqlens", ()),
+                                                                       ("cu_seqlens_padded", [int32(0, 3)]))),
+    *((partial(PackedBatch, offsets), ValueError, SHAPE)
+      for offsets in (int32(), np.int32(0), np.zeros((2, 2), np.int32), [])),
+    (lambda: PackedBatch(int32(2, 5)), ValueError, "cu_seqlens[0] is 2, wanted 0; put a 0 in front"),
+    (lambda: PackedBatch(int32(0, 1, 2), int32(0, 4)), ValueError,
+     "cu_seqlens_padded has shape (2,), wanted (3,) as cu_seqlens"),
+    (lambda: PackedBatch(int32(0, 3, 8), int32(0, 4, 8)), ValueError, LONG),
+    (lambda: PackedBatch([0, 2**31]), ValueError, "cu_seqlens ends at 2147483648, wanted < 2**31 … split the batch"),
+    (lambda: PackedBatch.from_lengths([2_000_000_000] * 2), ValueError,
+     "lengths padded to multiples of 1 take 4000000000 rows … split"),
+    (lambda: PackedBatch(int32(0, 1), total_rows=2**31), ValueError, "total_rows is 2147483648, wanted 0 <="),
+    (lambda: PackedBatch(int32(0, 3), int32(0, 8), total_rows=7), ValueError,
+     "total_rows is 7 but cu_seqlens_padded ends at 8; … leave … out"),
+    (lambda: PackedBatch([0, 3, 5], [0, 4, 8]).padded_to(7), ValueError,
+     "total_rows is 7 but cu_seqlens_padded ends at 8"),
+    (lambda: PackedBatch(DeviceOffsets(2), total_rows=-1), ValueError, "total_rows is -1, wanted 0 <= total_rows"),
+    (lambda: PackedBatch.from_lengths([3, -2]), ValueError, "lengths[1] is -2, wanted 0 <= length"),
+    (lambda: PackedBatch.from_lengths([2**31]), ValueError, "lengths[0] is 2147483648, wanted 0 <= length < 2**31"),
+    (lambda: HOST.pack([np.zeros(2)]), ValueError, "arrays holds 1 arrays, wanted 2; pass one array per sequence"),
+    (lambda: HOST.pack([np.zeros(2), np.zeros(4)]), ValueError,
+     "arrays[1] has shape (4,), wanted 3 rows; … batch.lengths"),
+    (lambda: HOST.pack([np.float32(1), np.zeros(3)]), ValueError, "arrays[0] has shape (), wanted 2 rows"),
+    (lambda: HOST.pack([np.zeros((2, 4)), np.zeros((3, 5))]), ValueError,
+     "arrays[1] has trailing shape (5,), wanted (4,) as"),
+    (lambda: HOST.pack([np.zeros(2), np.zeros(3, np.float32)]), TypeError,
+     "arrays[1] is float32, wanted float64 … astype('float64')"),
+    (lambda: PackedBatch(int32(0), total_rows=4).pack([]), ValueError,
+     "arrays is empty … make the buffer with np.full"),
+    (lambda: HOST.unpack(np.zeros((4, 2))), ValueError, "rows has shape (4, 2), wanted 5 rows; … batch.total_rows"),
+)  # fmt: skip
+def test_wrong_calls_are_refused_by_name(call, kind, message):
+    is_refused(call, kind, message)
 
 
 def test_a_batch_in_more_rows_keeps_all_that_it_has():
@@ -374,8 +288,6 @@ def test_a_batch_in_more_rows_keeps_all_that_it_has():
     assert (padded.total_rows, padded.more, batch.total_rows) == (20, "of a mask to come", 8)
     np.testing.assert_array_equal(padded.cu_seqlens_padded, batch.cu_seqlens_padded)
     assert not padded.cu_seqlens.flags.writeable
-    with pytest.raises(ValueError, match="total_rows is 7 but cu_seqlens_padded ends at 8"):
-        batch.padded_to(7)
 
 
 def test_batches_that_differ_are_described_by_other_fields():

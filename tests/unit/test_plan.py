@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import BIG, CASES, LONG, SMALL, Case, to_host, token_rows
+from cases import BIG, LONG, SMALL, Case, to_host, token_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,23 +153,6 @@ def test_tiles_of_a_sequence_are_near_each_other():
     assert orders[1] == [by_span, by_span]
 
 
-@pytest.mark.parametrize(
-    ("padded", "cp_size", "by_rank"),
-    [
-        ([0, 8, 16], 2, [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]),
-        ([0, 8, 16, 24, 40], 4, [
-            [0, 7, 8, 15, 16, 23, 24, 25, 38, 39], [1, 6, 9, 14, 17, 22, 26, 27, 36, 37],
-            [2, 5, 10, 13, 18, 21, 28, 29, 34, 35], [3, 4, 11, 12, 19, 20, 30, 31, 32, 33],
-        ]),
-        ([0, 4, 8], 2, [[0, 3, 4, 7], [1, 2, 5, 6]]),
-    ],
-)  # fmt: skip
-def test_rows_are_those_of_transformer_engine(padded, cp_size, by_rank):
-    sharding = thdattn.Sharding(thdattn.PackedBatch(padded), cp_size)
-    for cp_rank, rows in enumerate(by_rank):
-        assert host_arrays(sharding, cp_rank, (-1, 0), (4, 4)).rows.tolist() == rows
-
-
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_plan_of_every_pack_is_brute_force(case, cp_size):
@@ -210,18 +193,6 @@ def test_big_packs_are_planned_in_well_under_a_second_a_rank(case, sharding):
     query_tiles, key_tiles = -(-shared.local_rows // 128), -(-case.batch(4).total_rows // 64)
     assert np.sort(plan.query_tiles).tolist() == [list(range(query_tiles))] * 2
     assert np.sort(plan.key_tiles).tolist() == [list(range(key_tiles))] * 2
-
-
-@pytest.mark.parametrize("cp_size", [2, 4, 8])
-def test_dual_chunk_gives_every_rank_the_same_causal_work(cp_size):
-    case = CASES["repeated-offsets"]
-    batch = replace(case, lengths=(64, 320, 0, 16)).batch(cp_size)
-    work = []
-    for cp_rank in range(cp_size):
-        key_ranges = host_arrays(thdattn.Sharding(batch, cp_size), cp_rank, (-1, 0), (16, 16)).key_ranges
-        work.append(int((key_ranges[:, 1] - key_ranges[:, 0]).sum()))
-    assert len(set(work)) == 1
-    assert sum(work) == sum(n * (n + 1) // 2 for n in (64, 320, 16))
 
 
 def test_plan_of_a_comm_has_the_arrays_and_sizes_of_its_rank():

@@ -1,10 +1,13 @@
 """Sharding: which rows a rank owns, and arrays taken apart and put together by it."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wrong_values import calls, is_refused
 
 from thdattn.packing import PackedBatch
 from thdattn.sharding import Sharding
@@ -231,46 +234,6 @@ def test_offsets_on_a_gpu_leave_only_the_number_of_rows(strategy):
             read()
 
 
-# --- errors: name, found, wanted, remedy ----------------------------------------------------------
-
-
-def test_an_indivisible_sequence_names_the_culprit_and_the_fix():
-    batch = PackedBatch([0, 8, 18, 27])
-    with pytest.raises(ValueError, match=r"sequence 1 has padded length 10, .*cp_size = 4 .*pad it to 12 "):
-        Sharding(batch, 2)
-    with pytest.raises(ValueError, match=r"PackedBatch\.from_lengths\(lengths, multiple=4\)"):
-        Sharding(batch, 2)
-
-
-def test_contiguous_has_no_divisibility_rule():
-    assert Sharding(PackedBatch([0, 8, 18, 27]), 2, "contiguous").local_rows == 14
-
-
-@pytest.mark.parametrize("cp_size", [0, -2])
-def test_cp_size_must_be_positive(cp_size):
-    with pytest.raises(ValueError, match=rf"cp_size is {cp_size}, wanted >= 1; pass the number of ranks"):
-        Sharding(PackedBatch([0, 8]), cp_size)
-
-
-def test_cp_size_must_be_an_int():
-    with pytest.raises(TypeError, match=r"cp_size is 2\.0, a float; wanted an int"):
-        Sharding(PackedBatch([0, 8]), 2.0)
-
-
-@pytest.mark.parametrize("cp_rank", [-1, 2])
-def test_cp_rank_out_of_range_names_the_range(cp_rank):
-    sharding = Sharding(PackedBatch([0, 8]), 2)
-    with pytest.raises(ValueError, match=rf"cp_rank is {cp_rank}, wanted 0 <= cp_rank < cp_size = 2"):
-        sharding.rows(cp_rank)
-    with pytest.raises(ValueError, match=rf"cp_rank is {cp_rank}, wanted 0 <= cp_rank < cp_size = 2"):
-        sharding.shard(np.zeros(8), cp_rank)
-
-
-def test_cp_rank_must_be_an_int():
-    with pytest.raises(TypeError, match=r"cp_rank is None, a NoneType; wanted an int"):
-        Sharding(PackedBatch([0, 8]), 2).rows(None)
-
-
 @pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_rows_that_a_rank_has_find_their_sharding(strategy, cp_size):
@@ -282,40 +245,40 @@ def test_rows_that_a_rank_has_find_their_sharding(strategy, cp_size):
         assert Sharding.with_rows(batch, cp_size, rank, rows[rows >= 0]).strategy == found.strategy == strategy
 
 
-def test_rows_of_no_sharding_are_refused():
-    batch = PackedBatch.from_lengths([40, 24], multiple=4)
-    rows = Sharding(batch, 2, "dual_chunk").rows(0)
-    with pytest.raises(ValueError, match="rows of rank 1 are those of no sharding of this batch over 2 ranks"):
-        Sharding.with_rows(batch, 2, 1, rows)
-    with pytest.raises(ValueError, match="rows of rank 0 are those of no sharding"):
-        Sharding.with_rows(batch, 2, 0, rows[::-1])
-    with pytest.raises(TypeError, match=r"rows is an array of float64 with shape \(2,\), wanted integers"):
-        Sharding.with_rows(batch, 2, 0, [0.5, 1])
+def test_contiguous_has_no_divisibility_rule():
+    assert Sharding(PackedBatch([0, 8, 18, 27]), 2, "contiguous").local_rows == 14
 
 
-def test_an_unknown_strategy_lists_the_known_ones():
-    message = r"strategy is 'zigzag', wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one"
-    with pytest.raises(ValueError, match=message):
-        Sharding(PackedBatch([0, 8]), 2, "zigzag")
+# --- errors: name, found, wanted, remedy ----------------------------------------------------------
+
+UNEVEN = PackedBatch([0, 8, 18, 27])
+EIGHT = Sharding(PackedBatch([0, 8]), 2)
+TREATED = PackedBatch.from_lengths([40, 24], multiple=4)
+OF_RANK_0 = Sharding(TREATED, 2, "dual_chunk").rows(0)
 
 
-def test_a_batch_that_is_none_says_how_to_make_one():
-    with pytest.raises(TypeError, match=r"batch is a list, wanted a PackedBatch; make PackedBatch"):
-        Sharding([0, 8], 2)
-
-
-def test_shard_names_a_wrong_number_of_rows():
-    with pytest.raises(ValueError, match=r"x has shape \(4, 3\), wanted 8 rows; pass the whole packed array"):
-        Sharding(PackedBatch([0, 8]), 2).shard(np.zeros((4, 3)), 0)
-
-
-def test_unshard_names_what_is_wrong_with_the_arrays():
-    sharding = Sharding(PackedBatch([0, 8]), 2)
-    with pytest.raises(ValueError, match=r"local_arrays holds 1 arrays, wanted 2; .*of every rank"):
-        sharding.unshard([np.zeros(4)])
-    with pytest.raises(ValueError, match=r"local_arrays\[1\] has shape \(3,\), wanted 4 rows"):
-        sharding.unshard([np.zeros(4), np.zeros(3)])
-    with pytest.raises(ValueError, match=r"local_arrays\[1\] has trailing shape \(2,\), wanted \(\)"):
-        sharding.unshard([np.zeros(4), np.zeros((4, 2))])
-    with pytest.raises(TypeError, match=r"local_arrays\[1\] is float32, wanted float64"):
-        sharding.unshard([np.zeros(4), np.zeros(4, np.float32)])
+@calls(
+    (lambda: Sharding(UNEVEN, 2), ValueError, "sequence 1 has padded length 10, … cp_size = 4 … pad it to 12 "
+     "(PackedBatch.from_lengths(lengths, multiple=4)"),
+    *((partial(Sharding, EIGHT.batch, size), ValueError, f"cp_size is {size}, wanted >= 1; pass the number of ranks")
+      for size in (0, -2)),
+    *((partial(call, rank), ValueError, f"cp_rank is {rank}, wanted 0 <= cp_rank < cp_size = 2")
+      for rank in (-1, 2) for call in (EIGHT.rows, partial(EIGHT.shard, np.zeros(8)))),
+    (lambda: Sharding.with_rows(TREATED, 2, 1, OF_RANK_0), ValueError,
+     "rows of rank 1 are those of no sharding of this batch over 2 ranks"),
+    (lambda: Sharding.with_rows(TREATED, 2, 0, OF_RANK_0[::-1]), ValueError, "rows of rank 0 are those of no sharding"),
+    (lambda: Sharding.with_rows(TREATED, 2, 0, [0.5, 1]), TypeError,
+     "rows is an array of float64 with shape (2,), wanted integers"),
+    (lambda: Sharding(EIGHT.batch, 2, "zigzag"), ValueError,
+     "strategy is 'zigzag', wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one"),
+    (lambda: EIGHT.shard(np.zeros((4, 3)), 0), ValueError,
+     "x has shape (4, 3), wanted 8 rows; pass the whole packed array"),
+    (lambda: EIGHT.unshard([np.zeros(4)]), ValueError, "local_arrays holds 1 arrays, wanted 2; … of every rank"),
+    (lambda: EIGHT.unshard([np.zeros(4), np.zeros(3)]), ValueError, "local_arrays[1] has shape (3,), wanted 4 rows"),
+    (lambda: EIGHT.unshard([np.zeros(4), np.zeros((4, 2))]), ValueError,
+     "local_arrays[1] has trailing shape (2,), wanted ()"),
+    (lambda: EIGHT.unshard([np.zeros(4), np.zeros(4, np.float32)]), TypeError,
+     "local_arrays[1] is float32, wanted float64"),
+)  # fmt: skip
+def test_wrong_calls_are_refused_by_name(call, kind, message):
+    is_refused(call, kind, message)
