@@ -23,29 +23,26 @@ from thdattn.kernels.instances import (
     REORDER_KERNELS,
     Instance,
     Kind,
+    instance,
     sinks_grad_kernel,
 )
-from thdattn.mamba.backward_configs import (
+from thdattn.mamba.configs import (
     CHUNK_TILES,
     CHUNK_TILES_SM90,
-    WALKS_SM90,
-    chunk_tile_for,
-    portable_walk,
-    thd_mixer_add_halos,
-    thd_mixer_conv_bwd,
-    thd_mixer_gate_bwd,
-    walk_for,
-)
-from thdattn.mamba.configs import (
     MIXER_KERNELS,
     MIXER_SIZES,
     SLABS,
     SLABS_SM90,
-    MixerDecode,
+    WALKS_SM90,
+    NormTile,
+    chunk_tile_for,
+    portable_walk,
     segments_of_block,
     slab_for,
-    thd_mixer_conv,
-)  # fmt: skip
+    thd_mixer_decode,
+    thd_mixer_fill,
+    walk_for,
+)
 
 pytest.importorskip("cupy")
 try:
@@ -220,10 +217,11 @@ def test_mixer_kernels_that_convolve_fit_and_do_not_spill(state_dim):
 
 @EACH_ARCHITECTURE
 def test_other_mixer_kernels_fit_and_do_not_spill(arch):
-    of_widths = [thd_mixer_conv("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
+    of_widths = [instance("thd_mixer_conv", "bfloat16", width) for width in MIXER_SIZES["conv_width"]]
+    float16 = instance("thd_mixer_conv", "float16", 4)
     # A compiler that shares registers out otherwise leaves the widest a few words on the stack.
     spilled = 32 if arch == "sm_100" else 0
-    compile_all([*of_widths, thd_mixer_conv("float16", 4), *((name, 0) for name in MIXER_KERNELS)], arch, spilled)
+    compile_all([*of_widths, float16, *((name, 0) for name in MIXER_KERNELS)], arch, spilled)
 
 
 def of_gradients(walk):
@@ -260,9 +258,12 @@ def test_mixer_walks_fit_and_do_not_spill(arch, state_dim):
 @pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
 @EACH_ARCHITECTURE
 def test_other_mixer_backward_kernels_fit_and_do_not_spill(arch, others):
-    of_widths = [thd_mixer_conv_bwd("bfloat16", width) for width in MIXER_SIZES["conv_width"] if (width != 4) == others]
-    of_dtypes = [make(dtype) for make in (thd_mixer_gate_bwd, thd_mixer_add_halos) for dtype in ("float16", "bfloat16")]
-    compile_all([*of_widths, thd_mixer_conv_bwd("float16", 4), *of_dtypes, ("thd_mixer_sum", 0)], arch)
+    widths = [width for width in MIXER_SIZES["conv_width"] if (width != 4) == others]
+    convs = [instance("thd_mixer_conv_bwd", "bfloat16", width) for width in widths]
+    convs.append(instance("thd_mixer_conv_bwd", "float16", 4))
+    of_dtypes = [instance(kernel, dtype) for kernel in ("thd_mixer_gate_bwd", "thd_mixer_add_halos")
+                 for dtype in ("float16", "bfloat16")]  # fmt: skip
+    compile_all([*convs, *of_dtypes, ("thd_mixer_sum", 0)], arch)
 
 
 @pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
@@ -320,11 +321,28 @@ def test_a_thread_block_of_a_small_gpu_walks_over_all_segments(segments):
 
 @EACH_ARCHITECTURE
 def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
-    of = [MixerDecode(dtype, width) for dtype in ("float16", "bfloat16") for width in MIXER_SIZES["state_dim"]]
-    kernels = [kernel for made in of
-               for kernel in (made.thd_mixer_decode, made.thd_mixer_decode_ungated, made.thd_mixer_fill)]  # fmt: skip
-    of_widths = [of[0].thd_mixer_decode_conv(width) for width in MIXER_SIZES["conv_width"]]
-    compile_all([*kernels, *of_widths, of[0].thd_mixer_fill_rows], arch)
+    kernels = [kernel for dtype in ("float16", "bfloat16") for width in MIXER_SIZES["state_dim"] for kernel in (
+        thd_mixer_decode(dtype, width), thd_mixer_decode(dtype, width, gates=False), thd_mixer_fill(dtype, width),
+    )]  # fmt: skip
+    of_widths = [instance("thd_mixer_decode_conv", "float16", width) for width in MIXER_SIZES["conv_width"]]
+    compile_all([*kernels, *of_widths, instance("thd_mixer_fill_rows", "float16")], arch)
+
+
+@EACH_ARCHITECTURE
+def test_mixer_norms_fit_and_do_not_spill(arch):
+    """Groups go from one head to the widest that there is."""
+    tiles = [NormTile(columns, after_gate) for columns in (64, 512, 1024, 2048, 4096, 5120, 7168, 8192)
+             for after_gate in (True, False)]  # fmt: skip
+    made = {make(dtype) for tile in tiles for dtype in ("bfloat16", "float16")[: 1 + (tile.columns in (64, 8192))]
+            for make in (tile.thd_mixer_norm, tile.thd_mixer_decode_norm, tile.thd_mixer_norm_bwd)}  # fmt: skip
+    compile_all(sorted(made), arch)
+
+
+@EACH_STATE_DIM
+@EACH_ARCHITECTURE
+def test_scans_in_front_of_a_norm_fit_and_do_not_spill(arch, state_dim):
+    compile_all(sorted({slab.scan_kernel(dtype, gates=False) for slab in mixer_slabs(arch, state_dim)
+                        for dtype in ("bfloat16", "float16")}), arch)  # fmt: skip
 
 
 @EACH_ARCHITECTURE
@@ -446,7 +464,7 @@ def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below()
 
 
 @pytest.mark.parametrize("wrong", [-16, 16])
-@pytest.mark.parametrize("kernel", [*with_tiles(), MixerDecode("float16", 64).thd_mixer_fill],
+@pytest.mark.parametrize("kernel", [*with_tiles(), thd_mixer_fill("float16", 64)],
                          ids=lambda kernel: kernel.name.partition("<")[0])  # fmt: skip
 def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
     right = f", {kernel.shared_bytes}>"

@@ -17,9 +17,11 @@ from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
 from thdattn.jit.tensor_map import tensor_map
 from thdattn.kernels.configs import SLAB
-from thdattn.mamba.backward_configs import (
+from thdattn.kernels.instances import instance
+from thdattn.mamba.configs import (
     CONV_BACK_COLUMNS,
     CONV_BACK_HEADS,
+    SEGMENT_CHUNKS,
     SUM_COLUMNS,
     WALK_SLICE,
     ChunkTile,
@@ -28,12 +30,8 @@ from thdattn.mamba.backward_configs import (
     WalkSm90,
     chunk_tile_for,
     portable_walk,
-    thd_mixer_add_halos,
-    thd_mixer_conv_bwd,
-    thd_mixer_gate_bwd,
     walk_for,
 )
-from thdattn.mamba.configs import SEGMENT_CHUNKS
 from thdattn.mamba.cuda.forward import grid_of_rows, size_of
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
@@ -103,7 +101,7 @@ def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> Launch:
 
 def _gate_then_states(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
     grid = grid_of_rows(-(-shape.d_inner // 1024), -(-plan.local_rows // CHUNK))
-    gate = compiler.kernel(*thd_mixer_gate_bwd(shape.dtype.name))
+    gate = compiler.kernel(*instance("thd_mixer_gate_bwd", shape.dtype.name))
     return Launch(gate, grid, 128, (plan.key_ranges, size_of(plan, shape))), dstates_launch(plan, shape)
 
 
@@ -273,7 +271,7 @@ def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch, Launch]:
     """
     chunks, columns = -(-plan.local_rows // CHUNK), -(-shape.channels // CONV_BACK_COLUMNS)
     conv = Launch(
-        compiler.kernel(*thd_mixer_conv_bwd(shape.dtype.name, shape.conv_width)),
+        compiler.kernel(*instance("thd_mixer_conv_bwd", shape.dtype.name, shape.conv_width)),
         grid_of_rows(columns + -(-shape.num_heads // CONV_BACK_HEADS), chunks), 128,
         (np.int32(columns), size_of(plan, shape)))
     a_log = sum(map(math.prod, shape.weights[:2]))
@@ -291,6 +289,6 @@ def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dz
     """Add the gradients from other ranks to the last rows of x, B and C. See reference.mixer_add_halos."""
     grid = -(-shape.channels // CONV_BACK_COLUMNS), min(shape.reach, plan.local_rows)
     ranks = map(np.int32, (shape.reach, plan.cp_rank, plan.cp_size))
-    kernel = compiler.kernel(*thd_mixer_add_halos(shape.dtype.name))
+    kernel = compiler.kernel(*instance("thd_mixer_add_halos", shape.dtype.name))
     kernel(grid, 128, (halos, tail, dzxbcdt, *ranks, size_of(plan, shape)))
 

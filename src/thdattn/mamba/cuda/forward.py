@@ -16,7 +16,7 @@ from thdattn.jit import compiler
 from thdattn.jit.structs import MIXER_SIZE, SEGMENTS
 from thdattn.jit.tensor_map import tensor_map
 from thdattn.kernels.configs import SLAB
-from thdattn.kernels.instances import Instance
+from thdattn.kernels.instances import Instance, instance
 from thdattn.mamba.configs import (
     CONV_COLUMNS,
     CONV_ROWS,
@@ -29,7 +29,6 @@ from thdattn.mamba.configs import (
     SlabSm90,
     segments_of_block,
     slab_for,
-    thd_mixer_conv,
 )  # fmt: skip
 from thdattn.mamba.reference.conv import halo_rows
 from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
@@ -191,7 +190,7 @@ def _conv(column: int, plan: Plan, shape: MixerShape) -> Launch:
     first, column_tiles = column // CONV_COLUMNS, -(-(shape.channels - column) // CONV_COLUMNS)
     grid = grid_of_rows(column_tiles + -(-shape.num_heads // RATES_HEADS), -(-num_rows // CONV_ROWS))
     fixed = np.int32(first), np.int32(column_tiles), size_of(plan, shape)
-    return Launch(compiler.kernel(*thd_mixer_conv(shape.dtype.name, shape.conv_width)), grid, 256, fixed)
+    return Launch(compiler.kernel(*instance("thd_mixer_conv", shape.dtype.name, shape.conv_width)), grid, 256, fixed)
 
 
 def mixer_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
