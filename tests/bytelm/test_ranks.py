@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -17,8 +16,7 @@ import runs
 import train
 from data import Packing, Position
 from grid import Grid, most_neighbours
-from model import Model
-from programs import TRAIN, arguments, lines_of, refused, small, start, trained
+from programs import arguments, lines_of, refused, small, trained
 from runs import CLOSE, MODEL, Layout, Method, differs
 from sizes import SIZES, Config
 from texts import HYBRID
@@ -51,28 +49,6 @@ def test_every_layout_trains_the_model_of_one_rank(batches, eager, layout):
     assert max(found) < CLOSE, found
 
 
-def test_the_first_step_is_on_the_mean_over_all_targets_of_all_groups(batches):
-    """The oracle combines the means of single micro-batches, which have different numbers of targets."""
-    some = batches["dual_chunk"][:4]
-    model = Model(MODEL, thdattn.comm.init("single"), "reference", deterministic=True)
-    means, counts = [], [batch.num_targets for batch in some]
-    gradient = np.zeros_like(model.gradient, np.float64)
-    for batch, count in zip(some, counts, strict=True):
-        plan = model.plan(batch.batch)
-        model.gradient.fill(0)
-        means.append(float(model.loss_and_gradient(*batch.local(plan.sharding.rows(0)), plan, count)))
-        gradient += model.gradient * (count / sum(counts))
-    assert len(set(counts)) > 1
-
-    def program(comm):
-        trainer = runs.trainer(comm, "reference", cp_size=2, config=MODEL)
-        return trainer.step(some, 0.0).numbers()[0], trainer.model.gradient
-
-    for loss, found in thdattn.comm.run_local(4, program):
-        assert loss == pytest.approx(np.average(means, weights=counts), rel=1e-6)
-        np.testing.assert_allclose(found, gradient, atol=1e-5 * np.abs(gradient).max())
-
-
 @pytest.mark.parametrize("num_batches", [1, 3, 4, 7])
 def test_groups_validate_equally_often_and_count_every_batch_once(batches, monkeypatch, num_batches):
     """Else the ranks of one group would wait at a capture for those of another."""
@@ -100,6 +76,8 @@ def test_groups_validate_equally_often_and_count_every_batch_once(batches, monke
 def test_groups_are_of_neighbours_and_micro_batches_are_dealt_like_cards():
     def program(comm):
         grid = Grid.of(comm, 2)
+        with pytest.raises(ValueError, match="batches holds 4 micro-batches, wanted a multiple of the 3 groups"):
+            grid.rounds("abcd")
         return grid.group, grid.num_groups, grid.cp.rank, grid.cp.size, grid.dealt("abcdef"), str(grid)
 
     assert thdattn.comm.run_local(6, program) == [
@@ -107,21 +85,6 @@ def test_groups_are_of_neighbours_and_micro_batches_are_dealt_like_cards():
     for cp_size in (None, 3):
         for grid in thdattn.comm.run_local(3, lambda comm, cp_size=cp_size: Grid.of(comm, cp_size)):
             assert grid.cp is grid.world and grid.dealt("abc") == "abc" and str(grid) == "3"
-
-
-def test_a_rank_reads_the_documents_of_its_group_alone(tmp_path):
-    for name in "abcd":
-        (tmp_path / name).write_text(8 * name)
-    found = data.find_documents(tmp_path)
-    batches = list(itertools.islice(data.micro_batches(found, Packing(16, 16, 16), 0, Position(0, 0)), 4))
-    others = [batch.pieces[0].document for batch in batches[::2]]
-    for document in others:
-        document.path.unlink()
-    (step,) = data.steps(iter(batches), 4, slice(1, None, 2))
-    assert [batch.num_targets for batch in step] == [9] * 4
-    assert {chr(batch.targets[0]) for batch in step[1::2]} == set("abcd") - {document.name for document in others}
-    with pytest.raises(FileNotFoundError):
-        list(data.steps(iter(batches), 4, slice(0, None, 2)))
 
 
 def test_a_thread_prepares_the_runs_and_needed_rows_of_balanced_batches(documents, monkeypatch):
@@ -157,80 +120,33 @@ def test_a_thread_prepares_the_runs_and_needed_rows_of_balanced_batches(document
 # --- the program -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def same_rate(monkeypatch):
-    """Keep the learning rate, which else depends on --steps."""
-    monkeypatch.setattr(train, "learning_rate", lambda step, args: 3e-3)
-
-
-@pytest.mark.usefixtures("same_rate")
-def test_a_run_resumes_with_another_method(documents, tmp_path, monkeypatch, capsys):
-    """All methods train one model, if documents are padded alike."""
+def test_a_run_resumes_with_another_method_and_in_another_grid(documents, tmp_path, monkeypatch, capsys):
+    """All train one model if a step has as many micro-batches, and documents are padded alike."""
     monkeypatch.setitem(SIZES, "tiny", MODEL)
+    monkeypatch.setattr(train, "learning_rate", lambda step, args: 3e-3)  # which else depends on --steps
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    shared = small(documents, engine="reference", val_bytes=200)
-    trained(monkeypatch, 1, *shared, "--checkpoint", whole, "--sharding", "contiguous")
-    resumed = [*shared, "--checkpoint", parts]
-    trained(monkeypatch, 2, *resumed, "--sharding", "balanced", "--steps", 3)
+
+    def run(folder, ranks, steps, words):
+        shared = small(documents, engine="reference", checkpoint=folder, steps=steps)
+        trained(monkeypatch, ranks, *shared, *words.split(), *(["--resume"] if folder.exists() else []))
+        return checkpoint.load(folder)
+
+    one = run(whole, 1, 10, "--accumulate 4 --sharding contiguous")
     for ranks, steps, words in (
-        (4, 6, "--cp-comm-type a2a"), (2, 9, "--cp-comm-type p2p --sharding contiguous"),
-        (4, 12, "--cp-comm-type a2a+all_gather --cp-inner 2 --sharding balanced"),
+        (2, 2, "--accumulate 4 --sharding balanced"), (4, 4, "--cp 2 --accumulate 2 --cp-comm-type a2a"),
+        (2, 6, "--cp 1 --accumulate 2 --sharding contiguous"),
+        (2, 8, "--accumulate 4 --cp-comm-type p2p --sharding contiguous"),
+        (4, 10, "--accumulate 4 --cp-comm-type a2a+all_gather --cp-inner 2 --sharding balanced"),
     ):  # fmt: skip
-        trained(monkeypatch, ranks, *resumed, "--resume", "--steps", steps, *words.split())
-    one, other = checkpoint.load(whole), checkpoint.load(parts)
-    assert one.position == other.position and one.step == other.step == 12
+        other = run(parts, ranks, steps, words)
+    assert one.position == other.position and one.step == other.step == 10
     begin = runs.to_host(runs.trainer(thdattn.comm.init("single"), "reference", config=MODEL).model.weights)
     assert np.linalg.norm(other.weights - one.weights) < CLOSE * np.linalg.norm(one.weights - begin)
     assert "by a2a+all_gather of 2 neighbours, rows are balanced" in capsys.readouterr().out
     with pytest.raises(command_line.Failure, match=r"padding \(by --sharding and --cp\) to multiples of 16 instead of"):
-        trained(monkeypatch, 2, *resumed, "--resume", "--cp-comm-type", "p2p")
-
-
-@pytest.mark.usefixtures("same_rate")
-def test_a_run_resumes_in_another_grid_if_its_steps_stay_the_same(documents, tmp_path, monkeypatch):
-    def after(folder, ranks, *words):
-        options = small(documents, checkpoint=folder, engine="reference", sharding="dual_chunk", steps=6)
-        trained(monkeypatch, ranks, *options, *words)
-        return checkpoint.load(folder)
-
-    whole, parts = after(tmp_path / "whole", 1, "--accumulate", 4), tmp_path / "parts"
-    after(parts, 4, "--cp", 2, "--accumulate", 2, "--steps", 2)
-    after(parts, 2, "--cp", 1, "--accumulate", 2, "--steps", 4, "--resume")
-    other = after(parts, 4, "--accumulate", 4, "--resume")
-    assert whole.position == other.position and other.step == 6
-    assert np.linalg.norm(other.weights - whole.weights) < CLOSE * np.linalg.norm(whole.weights)
+        run(parts, 2, 10, "--accumulate 4 --cp-comm-type p2p")
     with pytest.raises(command_line.Failure, match=r"--accumulate \(times groups of --cp ranks\) 2 instead of 4; pass"):
-        after(parts, 2, "--cp", 1, "--accumulate", 1, "--resume")
-    with pytest.raises(command_line.Failure, match=r"--sharding and --cp\) to multiples of 48 instead of to multiples"):
-        after(parts, 3, "--accumulate", 4, "--resume")
-
-
-@pytest.fixture(scope="module")
-def alone(documents, tmp_path_factory):
-    """Record a run of one process by model size."""
-    folder = tmp_path_factory.mktemp("alone")
-    with pytest.MonkeyPatch.context() as patch:
-        for size in ("tiny", "tiny-hybrid"):
-            trained(patch, 1, *small(documents, metrics=folder / size, sharding="contiguous", size=size,
-                                     engine="reference", steps=6))  # fmt: skip
-    return folder
-
-
-@pytest.mark.parametrize(("ranks", "words", "said"), [
-    (4, {"cp": 2, "accumulate": 1, "cp_comm_type": "a2a+all_gather", "sharding": "balanced"}, "ranks: 4 in 2 groups"),
-    *(pytest.param(2, words, said, marks=pytest.mark.exhaustive) for words, said in (
-        ({"sharding": "balanced"}, "ranks: 2, backend 'mpi'"), ({"size": "tiny-hybrid"}, "layers, 1 of them mixers"))),
-])  # fmt: skip
-def test_processes_train_the_model_of_one(documents, alone, tmp_path, monkeypatch, ranks, words, said):
-    """Users start them under MPI, whose collectives of two groups run at the same time."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    process = start(ranks, TRAIN, *small(documents, metrics=tmp_path / "run", steps=6, **words))
-    assert process.returncode == 0, process.stderr
-    assert said in process.stdout and "steps of 2 x 96 tokens" in process.stdout
-    one, several = lines_of(alone / words.get("size", "tiny")), lines_of(tmp_path / "run")
-    for name in ("loss", "bits_per_byte", "gradient_norm", "padding", "lr", "validation_bits_per_byte"):
-        found, wanted = ([line[name] for line in lines if name in line] for lines in (several, one))
-        np.testing.assert_allclose(found, wanted, rtol=CLOSE, err_msg=name)
+        run(parts, 2, 10, "--cp 1 --accumulate 1 --sharding contiguous")
 
 
 def test_speeds_are_of_a_ranks_own_share(batches, tmp_path, monkeypatch):
@@ -328,12 +244,3 @@ def test_groups_that_cannot_be_are_an_error_of_all_ranks(of_rank, message):
             Grid.of(comm, **of_rank(comm.rank))
 
     thdattn.comm.run_local(4, program)
-
-
-def test_micro_batches_that_cannot_be_dealt_evenly_are_refused(batches):
-    def program(comm):
-        trainer = runs.trainer(comm, "reference", cp_size=1)
-        with pytest.raises(ValueError, match="batches holds 3 micro-batches, wanted a multiple of the 2 groups"):
-            trainer.step(batches["dual_chunk"][:3], runs.LR)
-
-    thdattn.comm.run_local(2, program)

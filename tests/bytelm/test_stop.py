@@ -152,19 +152,6 @@ def test_a_signal_to_one_process_ends_all_and_the_resumed_run_is_the_uninterrupt
     assert curve(metrics) == curve(whole / "run.jsonl")
 
 
-def test_documents_are_no_longer_read_once_a_run_ends(documents, monkeypatch):
-    """The thread that prepares the next step would else hold up the end."""
-    batches, prepared, stopped = runs.batches(documents, 9), [], []
-
-    def prepare(batch):
-        prepared.append(batch)
-        if len(prepared) == 4:
-            stopped.append(True)
-
-    steps = list(train.data.steps(iter(batches), 3, slice(None), prepare, lambda: bool(stopped)))
-    assert [batch for step in steps for batch in step] == batches and prepared == batches[:4]
-
-
 def test_a_validation_that_was_left_out_is_made_once(documents, tmp_path, monkeypatch):
     """This holds after the last step too: the resumed run writes it into its checkpoint."""
     single, asked = thdattn.comm.init("single"), SimpleNamespace(requested=False)

@@ -32,8 +32,8 @@ from programs import (
     trained,
     validations,
 )
+from runs import CLOSE
 from sizes import SIZES
-from texts import HYBRID
 
 import thdattn
 
@@ -42,25 +42,6 @@ KEYS = {"step", "loss", "bits_per_byte", "lr", "gradient_norm", "tokens_per_s", 
 
 
 # --- learning --------------------------------------------------------------------------------------------------
-
-
-STEPS, VAL_BYTES = 12, 2**11
-
-
-def run_tiny(folder, steps, val_bytes=VAL_BYTES):
-    """Train the tiny model on the standard library, on two ranks, and return the process."""
-    words = options(size="tiny", steps=steps, val_every=steps // 3, val_bytes=val_bytes, checkpoint=folder,
-                    metrics=folder / "run.jsonl", plot=folder / "run.png")  # fmt: skip
-    run = start(2, TRAIN, *words, timeout=280)
-    assert run.returncode == 0, run.stderr
-    return run
-
-
-@pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory):
-    """Train it for a few steps: (process, folder)."""
-    folder = tmp_path_factory.mktemp("tiny")
-    return run_tiny(folder, STEPS), folder
 
 
 def bits_told_from_the_byte_before(val_bytes):
@@ -79,7 +60,11 @@ def bits_told_from_the_byte_before(val_bytes):
 
 @pytest.mark.exhaustive
 def test_tiny_model_learns_the_standard_library_on_two_ranks_and_writes_what_looks_like_it(tmp_path):
-    run_tiny(tmp_path, 300, 2**13)  # a sixth of the steps that the model is made for
+    """It takes a sixth of the steps that the model is made for."""
+    words = options(size="tiny", steps=300, val_every=100, val_bytes=2**13, checkpoint=tmp_path,
+                    metrics=tmp_path / "run.jsonl")  # fmt: skip
+    run = start(2, TRAIN, *words, timeout=280)
+    assert run.returncode == 0, run.stderr
     bits = validations(tmp_path / "run.jsonl")
     assert bits[0] > 7, "it knows something before it has learnt"
     assert bits[-1] < bits_told_from_the_byte_before(2**13) - 0.2, "as little as pairs of bytes say"
@@ -92,34 +77,51 @@ def test_tiny_model_learns_the_standard_library_on_two_ranks_and_writes_what_loo
     assert sum(character in " \netaoinsr_(.,)" for character in text) > 0.4 * len(text)
 
 
-def test_metrics_are_one_valid_line_per_step_and_validation(tiny_run):
-    _, folder = tiny_run
-    steps = [line for line in lines_of(folder / "run.jsonl") if len(line) > 2]
-    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    for line in steps:
-        assert line.keys() == KEYS
-        assert line["mfu"] is None
-        assert all(math.isfinite(value) for name, value in line.items() if name != "mfu")
+@pytest.fixture(scope="module")
+def alone(documents, tmp_path_factory):
+    """Record a run of one process by model size."""
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        for size in ("tiny", "tiny-hybrid"):
+            trained(patch, 1, *small(documents, metrics=folder / size, sharding="contiguous", size=size,
+                                     engine="reference", steps=6))  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "words", "said"), [
+    (4, {"cp": 2, "accumulate": 1, "cp_comm_type": "a2a+all_gather", "sharding": "balanced"}, "ranks: 4 in 2 groups"),
+    *(pytest.param(2, words, said, marks=pytest.mark.exhaustive) for words, said in (
+        ({"sharding": "balanced"}, "ranks: 2, backend 'mpi'"), ({"size": "tiny-hybrid"}, "layers, 1 of them mixers"))),
+])  # fmt: skip
+def test_processes_train_the_model_of_one_and_rank_0_alone_reports(
+    documents, alone, tmp_path, monkeypatch, ranks, words, said
+):
+    """Users start them under MPI, whose collectives of two groups run at the same time."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    files = {"metrics": tmp_path / "run.jsonl", "plot": tmp_path / "run.png"}
+    process = start(ranks, TRAIN, *small(documents, steps=6, **files, **words))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count(said) == process.stdout.count("steps of 2 x 96 tokens") == 1
+    assert "tokens/s, attention" in process.stderr
+    picture = (tmp_path / "run.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 15_000
+    one, several = lines_of(alone / words.get("size", "tiny")), lines_of(tmp_path / "run.jsonl")
+    for name in ("step", "loss", "bits_per_byte", "gradient_norm", "padding", "lr", "validation_bits_per_byte"):
+        found, wanted = ([line[name] for line in lines if name in line] for lines in (several, one))
+        np.testing.assert_allclose(found, wanted, rtol=CLOSE, err_msg=name)
+    for line in (line for line in several if "loss" in line):
+        assert line.keys() == KEYS and line.pop("mfu") is None and np.isfinite([*line.values()]).all()
         assert 0 <= line["padding"] < 0.5 and line["tokens_per_s"] > 0 and line["attention_tflops"] > 0
         assert line["bits_per_byte"] > 0.9999 * line["loss"] / math.log(2), "ends cost bits and are no bytes"
-    assert len(validations(folder / "run.jsonl")) == 4
 
 
-def test_rank_0_alone_prints_with_progress_and_draws_a_picture(tiny_run):
-    run, folder = tiny_run
-    assert run.stdout.count("ranks: 2, backend 'mpi'") == 1
-    assert run.stdout.count("validation") == 4
-    assert "tokens/s, attention" in run.stderr and "padding" in run.stderr
-    picture = (folder / "run.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 15_000
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3, 200])
-def test_plot_takes_runs_of_other_lengths_beside(tmp_path, steps):
+def test_plot_takes_runs_of_other_lengths_beside(tmp_path):
     pytest.importorskip("matplotlib")
-    run, other = ([{"step": i + 1, "bits_per_byte": 8 / (i + 1)} for i in range(n)] for n in (200, steps))
-    measure.plot(tmp_path / "run.png", run, "title", {"other": other})
-    assert (tmp_path / "run.png").stat().st_size > 15_000
+    for steps in (0, 3, 200):
+        run, other = ([{"step": i + 1, "bits_per_byte": 8 / (i + 1)} for i in range(n)] for n in (200, steps))
+        measure.plot(tmp_path / f"{steps}.png", run, "title", {"other": other})
+        assert (tmp_path / f"{steps}.png").stat().st_size > 15_000
 
 
 def test_window_seed_and_accumulation_reach_the_model(documents, tmp_path, monkeypatch):
@@ -172,20 +174,6 @@ def test_what_is_no_number_ends_the_run_and_keeps_the_checkpoint(documents, tmp_
 
 
 # --- going on --------------------------------------------------------------------------------------------------
-
-
-def test_a_hybrid_resumes_bitwise_on_two_ranks(documents, tmp_path, monkeypatch):
-    """The checkpoint tells which layers are mixers."""
-    monkeypatch.setitem(SIZES, "tiny-hybrid", HYBRID)
-    monkeypatch.setattr(train, "learning_rate", lambda step, args: 3e-3)  # which else depends on --steps
-    for folder, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
-        words = ["--checkpoint", tmp_path / folder, *small(documents, steps=steps, size="tiny-hybrid")]
-        trained(monkeypatch, 2, *words, *(["--resume"] if (tmp_path / folder).exists() else []))
-    one, other = (checkpoint.load(tmp_path / folder) for folder in ("whole", "parts"))
-    assert one.config == other.config == HYBRID and one.step == other.step == 4
-    assert one.weights.tobytes() == other.weights.tobytes()
-    with pytest.raises(command_line.Failure, match="--size tiny instead of tiny-hybrid"):
-        trained(monkeypatch, 1, *words, "--resume", "--size", "tiny", "--sharding", "contiguous")
 
 
 def test_names_that_cannot_be_printed_are_no_reason_to_end(documents, tmp_path, monkeypatch):
@@ -247,13 +235,12 @@ def test_wrong_options_are_named(monkeypatch, words, message):
 # --- before the first step -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "words"), [(1, "--bogus 1"), (2, "--data missing")])
-def test_errors_are_one_line_of_one_rank(tmp_path, monkeypatch, ranks, words):
+def test_errors_are_one_line_of_one_rank(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = start(ranks, TRAIN, *words.split(), timeout=60)
+    run = start(2, TRAIN, "--data", "missing", timeout=60)
     assert run.returncode == 2
     (line,) = [line for line in run.stderr.splitlines() if "train.py" in line]
-    assert line.startswith("train.py: error: ") and " ".join(words.split()[:1]) in line and words.split()[1] in line
+    assert line.startswith("train.py: error: --data is missing")
     assert "Traceback" not in run.stderr and "ABORT" not in run.stderr.upper()
     assert not run.stdout
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import runs
 import train
-from programs import NOBODY_INTERRUPTS, arguments, lines_of, options, small, trained
+from programs import NOBODY_INTERRUPTS, arguments, lines_of, small, trained
 from runs import EVERY_WAY, MODEL, Layout, Method, overflows, way_id
+from sizes import SIZES
 from texts import HYBRID
 
 import thdattn
@@ -158,18 +159,15 @@ def test_upload_writes_its_parts_one_after_another():
 # --- the program -----------------------------------------------------------------------------------------------
 
 
-def flags(**values):
-    return options(**{f"cuda_graph_{name}": value for name, value in values.items()})
-
-
-def test_a_run_resumes_with_other_graphs_bitwise(documents, tmp_path, monkeypatch, capsys):
+def test_a_hybrid_resumes_with_other_graphs_bitwise(documents, tmp_path, monkeypatch, capsys):
     """Its metrics and its last words tell the eager steps."""
+    monkeypatch.setitem(SIZES, "tiny-hybrid", HYBRID)
     single, whole, parts = thdattn.comm.init("single"), tmp_path / "whole", tmp_path / "parts"
-    shared = small(documents, sharding="dual_chunk")  # which graphs and eager runs have in common
+    shared = small(documents, size="tiny-hybrid")
     trained(monkeypatch, 1, "--checkpoint", whole, *shared)
+    assert "graphs" not in capsys.readouterr().out
     words = ["--checkpoint", parts, *shared, "--metrics", tmp_path / "run.jsonl"]
-    interrupted, step, capsys_before = SimpleNamespace(requested=False), train.Trainer.step, capsys.readouterr()
-    assert "graphs" not in capsys_before.out
+    interrupted, step = SimpleNamespace(requested=False), train.Trainer.step
 
     def stops(self, batches, lr, check):
         interrupted.requested = self.optimizer.state["step"] >= 5
@@ -177,15 +175,17 @@ def test_a_run_resumes_with_other_graphs_bitwise(documents, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Trainer, "step", stops)
-        args = arguments(monkeypatch, *words, *flags(impl="full_iteration", max_packed_seqs=1))
-        train.train(single, args, interrupted)
+        graphs = "--cuda-graph-impl", "full_iteration", "--cuda-graph-max-packed-seqs", 1
+        train.train(single, arguments(monkeypatch, *words, *graphs), interrupted)
     said = capsys.readouterr()
     assert "CUDA graphs: full_iteration, which these ranks cannot capture: all runs eagerly" in said.out
     assert "steps without graphs, as a batch did not fit: 1; raise --cuda-graph-max-packed-seqs" in said.out
     assert "steps without graphs: 1" in said.err and "attention" not in said.err
     assert checkpoint.load(parts).step == 5
-    train.train(single, arguments(monkeypatch, *words, *flags(impl="local"), "--resume"), NOBODY_INTERRUPTS)
+    resumed = arguments(monkeypatch, *words, "--cuda-graph-impl", "local", "--resume")
+    train.train(single, resumed, NOBODY_INTERRUPTS)
     one, other = checkpoint.load(whole), checkpoint.load(parts)
+    assert one.config == other.config == HYBRID
     assert one.step == other.step == 12 and one.weights.tobytes() == other.weights.tobytes()
     counts = [line["num_overflows"] for line in lines_of(tmp_path / "run.jsonl") if "loss" in line]
     assert counts == [1] * 5 + [0] * 7, "steps after --resume belong to the run with other graphs"
