@@ -10,10 +10,9 @@ import layers
 import numpy as np
 import pytest
 import sample
-import train
 from data import Position
 from model import Model
-from programs import SAMPLE, options, start
+from programs import SAMPLE, arguments, options, start
 from sizes import EOD, SIZES, VOCAB
 from texts import HYBRID
 
@@ -43,16 +42,22 @@ def logits_alone(model, text):
     return model.logits(np.array([EOD, *text], np.int32), plan)[-1]
 
 
-def recomputed(model, prompt, num_bytes, draws, top_k, temperature):
+def draw(logits, uniforms, end=-1, top_k=VOCAB, temperature=1.0):
+    """Draw tokens from one row of logits, one by each number."""
+    token, written, count = np.zeros(1, np.int32), np.zeros((1, len(uniforms)), np.int32), np.zeros(1, np.int32)
+    for _ in uniforms:
+        layers.draw(token, written, count, logits[None], uniforms[None], len(logits), end, top_k, temperature)
+    return written[0].tolist()
+
+
+def recomputed(model, prompt, uniforms, top_k, temperature):
     """Write a text without caches: compute everything anew for every byte."""
     text = bytearray(prompt)
-    for bits in draws[:num_bytes]:
-        token, written, count = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
-        logits = logits_alone(model, text)[None]
-        layers.draw(token, written, count, logits, np.array([[bits]]), VOCAB, EOD, top_k, temperature)
+    for number in uniforms:
+        (token,) = draw(logits_alone(model, text), np.array([number]), EOD, top_k, temperature)
         if token == EOD:
             break
-        text.append(int(token[0]))
+        text.append(token)
     return bytes(text)
 
 
@@ -65,10 +70,10 @@ def test_texts_that_grow_together_are_those_that_are_computed_anew_for_every_byt
     model = decided(config)
     sampler = sample.Sampler(model, len(PROMPTS), 60, temperature, top_k)
     for seed in (0, 1):  # the second time where the first one's texts were
-        draws = np.random.default_rng(seed).integers(2**32, size=(len(PROMPTS), 35), dtype=np.uint32)
+        uniforms = np.random.default_rng(seed).integers(2**32, size=(len(PROMPTS), 35), dtype=np.uint32)
         texts = sampler.generate(PROMPTS, 35, np.random.default_rng(seed))
         how = (top_k, temperature) if temperature else (1, 1.0)
-        assert texts == [recomputed(model, prompt, 35, bits, *how) for prompt, bits in zip(PROMPTS, draws, strict=True)]
+        assert texts == [recomputed(model, *each, *how) for each in zip(PROMPTS, uniforms, strict=True)]
         assert any(len(text) == len(prompt) + 35 for text, prompt in zip(texts, PROMPTS, strict=True))
 
 
@@ -114,62 +119,45 @@ def test_the_last_byte_fits_exactly_and_one_more_is_refused_before_the_start(mod
         sampler.generate([b""], 6, rng)
 
 
-def draws(logits, count, top_k, temperature, seed=0):
-    """Draw tokens from one row of logits."""
-    uniforms = np.random.default_rng(seed).integers(2**32, size=(1, count), dtype=np.uint32)
-    tokens, written, counts = np.zeros(1, np.int32), np.zeros((1, count), np.int32), np.zeros(1, np.int32)
-    for _ in range(count):
-        layers.draw(tokens, written, counts, logits[None], uniforms, len(logits), -1, top_k, temperature)
-    return written[0]
+def uniforms(count):
+    return np.random.default_rng(0).integers(2**32, size=count, dtype=np.uint32)
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, [0.1, 0.2, 0.7]), (0.5, np.array([1, 4, 49]) / 54)])
 def test_draws_follow_the_softmax(temperature, expected):
-    counts = np.bincount(draws(np.log(np.array([0.1, 0.2, 0.7], np.float32)), 4000, 3, temperature), minlength=3)
-    np.testing.assert_allclose(counts / 4000, expected, atol=0.04)  # 5 standard deviations
+    drawn = draw(np.log(np.array([0.1, 0.2, 0.7], np.float32)), uniforms(4000), top_k=3, temperature=temperature)
+    np.testing.assert_allclose(np.bincount(drawn, minlength=3) / 4000, expected, atol=0.04)  # 5 standard deviations
 
 
 def test_top_k_draws_from_the_k_likeliest_alone():
     logits = np.array([0, 3, 1, 2.9, 3], np.float32)
-    assert set(draws(logits, 200, 3, 1.0)) == {1, 3, 4}
-    assert set(draws(logits, 20, 1, 1.0)) == {1}, "of equal ones the first"
+    assert set(draw(logits, uniforms(200), top_k=3)) == {1, 3, 4}
+    assert set(draw(logits, uniforms(20), top_k=1)) == {1}, "of equal ones the first"
 
 
 def test_the_least_and_the_largest_draw_take_the_first_and_the_last_token_that_can_be():
-    logits = np.array([[-np.inf, 0, 1, -np.inf]], np.float32)
-    for bits, expected in ((0, 1), (2**32 - 1, 2)):
-        token, written, count = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
-        layers.draw(token, written, count, logits, np.array([[bits]], np.uint32), 4, -1, 4, 1.0)
-        assert token == written == expected
+    logits = np.array([-np.inf, 0, 1, -np.inf], np.float32)
+    assert draw(logits, np.array([0, 2**32 - 1], np.uint32), top_k=4) == [1, 2]
 
 
-@pytest.mark.parametrize(("words", "scope"), [
-    ("", "none"), ("--cuda-graph-impl local", "layer"), ("--cuda-graph-impl full_iteration", "none"),
-    ("--cuda-graph-impl local --inference-cuda-graph-scope block", "block"),
-    ("--cuda-graph-impl local --inference-cuda-graph-scope layer --cuda-graph-warmup-steps 1", "layer"),
-    ("--cuda-graph-scope full_iteration_inference", "block"), ("--enable-cuda-graph", "layer"),
-])  # fmt: skip
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_graph_options_are_those_of_training_and_normalised_alike(monkeypatch, words, scope):
-    monkeypatch.setattr(sys, "argv", ["sample.py", "--checkpoint", "runs", *words.split()])
-    args = sample.parse_arguments()
-    assert args.graphs.inference_scope == scope
-    if scope == "none":
-        monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-        assert train.parse_arguments().graphs == args.graphs
+def test_options_of_graphs_are_those_of_training_which_refuses_a_scope_of_inference(monkeypatch):
+    layer, block = "--cuda-graph-impl local", "--cuda-graph-impl local --inference-cuda-graph-scope block"
+    for words, scope in (layer, "layer"), (block, "block"), ("--cuda-graph-impl full_iteration", "none"):
+        monkeypatch.setattr(sys, "argv", ["sample.py", "--checkpoint", "runs", *words.split()])
+        graphs = sample.parse_arguments().graphs
+        assert graphs.inference_scope == scope
+    assert arguments(monkeypatch, *words.split()).graphs == graphs
+    refused = "--inference-cuda-graph-scope is 'block'.*, wanted no graph for inference, as training writes no text"
+    with pytest.raises(ValueError, match=refused):
+        arguments(monkeypatch, *block.split())
 
 
-@pytest.mark.parametrize(("words", "found"), [
-    ("--cuda-graph-impl local --inference-cuda-graph-scope block", "--inference-cuda-graph-scope is 'block'"),
-    ("--inference-cuda-graph-scope layer", "--inference-cuda-graph-scope is 'layer'"),
-    ("--cuda-graph-scope full_iteration_inference", "--cuda-graph-scope is "),
-    ("--cuda-graph-modules full_iteration_inference", "--cuda-graph-modules is "),
-])  # fmt: skip
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_training_refuses_an_inference_scope_by_name(monkeypatch, words, found):
-    monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-    with pytest.raises(ValueError, match=f"{found}.*, wanted no graph for inference, as training writes no text"):
-        train.parse_arguments()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model):
+    """Save a checkpoint of a model that has learnt nothing."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "saved"
+    checkpoint.save(folder, checkpoint.Checkpoint(model.config, 3, Position(0, 0), {}, model.weights, {}))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -184,29 +172,17 @@ def test_training_refuses_an_inference_scope_by_name(monkeypatch, words, found):
         ("--checkpoint nowhere --inference-cuda-graph-scope block",
          "--inference-cuda-graph-scope is 'block' with --cuda-graph-impl='none', wanted 'none'; change one of the two"),
         ("--checkpoint nowhere --cuda-graph-impl whole", "--cuda-graph-impl is 'whole', wanted 'none', 'local'"),
+        ("--checkpoint saved --samples 2000000 --bytes 2000",
+         "num_texts * capacity is 2000000 * 2000, wanted at most 1,073,741,824"),
         ("--checkpoint nowhere --temperature nan", "--temperature is nan, wanted a finite number of at least 0"),
     ],
 )
-def test_errors_are_one_line(monkeypatch, capsys, words, message):
+def test_errors_are_one_line(monkeypatch, capsys, folder, words, message):
+    monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(sys, "argv", ["sample.py", *words.split()])
     assert sample.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"sample.py: error: {message}")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, model):
-    """Save a checkpoint of a model that has learnt nothing."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    checkpoint.save(folder, checkpoint.Checkpoint(model.config, 3, Position(0, 0), {}, model.weights, {}))
-    return folder
-
-
-def test_more_texts_than_there_is_memory_for_are_refused_in_one_line(monkeypatch, capsys, folder):
-    monkeypatch.setattr(sys, "argv", ["sample.py", *options(checkpoint=folder, samples=2_000_000, bytes=2000)])
-    assert sample.main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("sample.py: error: num_texts * capacity is 2000000 * 2000, wanted at most 1,073,741,824")
 
 
 def test_the_program_prints_text_whatever_the_bytes(folder):

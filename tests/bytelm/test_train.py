@@ -309,13 +309,14 @@ def test_record_of_another_run_is_refused_and_stays_as_it_was(tmp_path):
     assert path.read_text() == '{"step": 1}\nmilk, eggs\n'
 
 
-def test_other_runs_are_drawn_beside(documents, tmp_path, monkeypatch):
+def test_other_runs_are_drawn_beside(documents, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     drawn = []
     monkeypatch.setattr(train.measure, "plot", lambda path, lines, title, beside: drawn.append((lines, beside)))
     for number, beside in enumerate(([], ["--beside", tmp_path / "0.jsonl"])):
         files = options(metrics=tmp_path / f"{number}.jsonl", plot=tmp_path / "run.png")
-        trained(monkeypatch, 1, *small(documents, steps=2), *files, *beside)
+        trained(monkeypatch, 1, *small(documents, steps=2, bar=True), *files, *beside)
+    assert "2/2 |" in capsys.readouterr().err, "a bar is drawn, too"
     first, second = (lines_of(tmp_path / f"{number}.jsonl") for number in (0, 1))
     assert drawn == [(first, {}), (second, {"0": first})]
     (failure,) = refused(monkeypatch, 1, *small(documents), "--beside", documents / "1.py")
