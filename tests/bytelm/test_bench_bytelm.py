@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import bench_bytelm
 import data
 import record
 from grid import Grid
-from sizes import SIZES, weight_shapes
+from sizes import SIZES
 from trainer import StepResult, Trainer
 
 import thdattn
@@ -69,7 +68,7 @@ def test_maxima_that_mean_nothing_are_refused(options, monkeypatch, capsys):
 
 
 def test_a_percentile_is_as_many_slots_as_so_many_packs_need(monkeypatch):
-    monkeypatch.setattr(bench_bytelm, "PACKS", 100)
+    monkeypatch.setattr(bench_bytelm, "PACKS", 20)
     documents, packing = data.find_documents()[:40], data.Packing.of(16_384, 1, "dual_chunk")
     graphs = bench_bytelm.CudaGraphConfig(impl="local", max_packed_seqs=7)
     batches = data.micro_batches(documents, packing, 0, data.Position(0, 0))
@@ -77,7 +76,7 @@ def test_a_percentile_is_as_many_slots_as_so_many_packs_need(monkeypatch):
     slots = {name: bench_bytelm.with_maximum(graphs, name, documents, packing).max_packed_seqs
              for name in ("", "3", "P50", "P100")}  # fmt: skip
     assert (slots[""], slots["3"], slots["P100"]) == (7, 3, max(counts))
-    assert sum(n > slots["P50"] for n in counts) <= 50 < sum(n >= slots["P50"] for n in counts) + 1
+    assert sum(n > slots["P50"] for n in counts) <= 10 < sum(n >= slots["P50"] for n in counts) + 1
 
 
 def test_the_share_of_packs_that_run_eagerly_is_of_micro_batches():
@@ -144,14 +143,3 @@ def test_curves_of_the_page_are_the_recorded_ones():
     for size in ("tiny", "tiny-hybrid"):
         bits = [float(row["validation_bits_per_byte"]) for row in rows if row["size"] == size]
         assert f"from {bits[0]:.2f} to {bits[-1]:.2f} bits per byte" in page
-
-
-def test_sizes_of_the_page_are_those_of_the_models():
-    page = " ".join((SOURCE.parent / "docs" / "bytelm.md").read_text().split())
-    shown = {"tiny": "0.4 million weights", "tiny-hybrid": "0.4 million", "small": "24 million", "base": "142 million",
-             "1b": "a billion", "1b-hybrid": "a billion"}  # fmt: skip
-    for name, config in SIZES.items():
-        weights = sum(math.prod(shape) for shape in weight_shapes(config).values())
-        millions = f"{weights / 1e6:.1f}" if weights < 1e7 else f"{weights / 1e6:.0f}"
-        assert f"`{name}` ({shown[name]})" in page
-        assert shown[name].startswith(millions) or (shown[name] == "a billion" and 0.95e9 < weights < 1.05e9)
