@@ -28,7 +28,7 @@ from peers import CupyPeer, Peer, TorchPeer, tensor
 
 import thdattn
 from thdattn.mamba import context_parallel
-from thdattn.mamba.shape import Mamba2Weights
+from thdattn.mamba.shape import Inputs, Mamba2Weights
 
 CHUNK = 256  # rows, mamba_ssm's default
 
@@ -100,18 +100,17 @@ class _WithoutConvolution:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def mixer_conv_states(self, *args: Any) -> Any:
-        *_, plan, shape, _ = args
+    def mixer_conv_states(self, inputs: Inputs, keep: bool) -> Any:
         if self._act is None:
-            self._act = self._engine.mixer_conv(*args)._replace(channels=self._channels)
+            self._act = self._engine.mixer_conv(inputs, keep)._replace(channels=self._channels)
         act = self._act
-        return act, *self._engine.mixer_states(act, plan, shape)
+        return act, *self._engine.mixer_states(act, inputs.plan, inputs.shape)
 
-    def mixer_conv_bwd(self, zxbcdt: Any, halo: Any, weights: Any, of_scan: Any, *args: Any) -> Any:
+    def mixer_conv_bwd(self, inputs: Inputs, of_scan: Any, dzxbcdt: Any) -> Any:
         self._of_scan = of_scan
         if self._gradients is None:
-            self._gradients = self._engine.mixer_conv_bwd(zxbcdt, halo, weights, of_scan, *args)
-            *_, self.dzxbcdt = args
+            self._gradients = self._engine.mixer_conv_bwd(inputs, of_scan, dzxbcdt)
+            self.dzxbcdt = dzxbcdt
         return self._gradients
 
     def dchannels(self) -> Any:

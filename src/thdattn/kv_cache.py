@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from thdattn.arguments import as_count, as_host_ints, check_kind
 from thdattn.engines import Engine
+from thdattn.packing import PackedBatch
 from thdattn.plan.mask import most_in_sight
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Kept
@@ -97,14 +98,7 @@ class KVCache:
         """
         check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
         batch = plan.key_batch
-        if plan.cp_size != 1 or batch.num_seqs != self.num_texts:
-            raise ValueError(
-                f"plan is of {batch.num_seqs} sequences on {plan.cp_size} ranks, wanted {self.num_texts} on one, the "
-                f"sequences of the cache; pack as many, empty ones where there is nothing"
-            )
-        if batch.trees is not None:
-            raise ValueError("plan is of trees, wanted one path per sequence of the cache; fill "
-                             "it from a batch of the paths (PackedBatch.paths)")
+        check_sequences("plan", batch, plan.cp_size, self.num_texts)
         if not batch.on_device and batch.lengths.max() > self.capacity:
             sequence = int(batch.lengths.argmax())
             raise ValueError(
@@ -148,11 +142,7 @@ def make_cache(
     engine: Engine, cp_size: int, num_texts: int, capacity: int, made_for: Mapping[str, Any]
 ) -> KVCache:
     """Return an empty cache, see CPAttention.cache; made_for: CACHE_TRAITS of the attention."""
-    if cp_size > 1:
-        raise ValueError(
-            f"comm has {cp_size} ranks, wanted 1: sequences in a cache are not spread; give every rank sequences "
-            f"of its own, with thdattn.comm.init('single')"
-        )
+    check_one_rank(cp_size)
     num_texts, capacity = as_count("num_texts", num_texts), as_count("capacity", capacity)
     check_rows(num_texts, capacity)
     heads = num_texts, capacity, made_for["num_kv_heads"]
@@ -160,6 +150,27 @@ def make_cache(
     lengths = engine.empty((num_texts,), np.int32)
     lengths.fill(0)
     return KVCache(num_texts, capacity, made_for["window"], k, v, lengths, engine)
+
+
+def check_one_rank(cp_size: int) -> None:
+    """Raise a ValueError for a cache over several ranks."""
+    if cp_size > 1:
+        raise ValueError(
+            f"comm has {cp_size} ranks, wanted 1: sequences in a cache are not spread; give every rank sequences "
+            f"of its own, with thdattn.comm.init('single')"
+        )
+
+
+def check_sequences(name: str, batch: PackedBatch, cp_size: int, num_texts: int) -> None:
+    """Raise a ValueError for a batch that cannot fill a cache, sequence by sequence; name: argument that has it."""
+    if cp_size != 1 or batch.num_seqs != num_texts:
+        raise ValueError(
+            f"{name} is of {batch.num_seqs} sequences on {cp_size} ranks, wanted {num_texts} on one, the sequences of "
+            f"the cache; pack as many, empty ones where there is nothing"
+        )
+    if batch.trees is not None:
+        raise ValueError(f"{name} is of trees, wanted one path per sequence of the cache; fill it from the paths "
+                         f"(PackedBatch.paths)")
 
 
 def check_rows(num_texts: int, capacity: int) -> None:

@@ -17,6 +17,7 @@ import thdattn
 from thdattn import oracle
 from thdattn.engines import AttentionOptions, reference
 from thdattn.kernels.configs import TILES
+from thdattn.mamba.shape import Inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_host")
 
@@ -206,7 +207,7 @@ def test_caches_on_a_gpu_are_filled_by_lengths_as_they_were_planned(monkeypatch)
     decode.cache_fill(x, x, plan, SimpleNamespace(k=x, v=x, lengths=None, capacity=4))
     shape = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 8, 64, 64, 1, engine="reference")._shape
     act = SimpleNamespace(channels=None, dt=None, sums=None)
-    mixer.mixer_fill(act, x, None, None, plan, shape, (np.zeros(2), np.zeros(2)))
+    mixer.mixer_fill(Inputs(x, None, plan, shape), act, None, SimpleNamespace(rows=np.zeros(2), states=np.zeros(2)))
     for args, wanted in zip(launched, (keys, queries, queries), strict=True):
         found = [arg for arg in args if isinstance(arg, np.ndarray) and arg.shape == (3,)]
         assert np.array_equal(found, wanted)

@@ -10,7 +10,7 @@ from mixer_cases import CASES, FLOAT32, FLOAT64, SIZES, Case, random_inputs
 
 import thdattn
 from thdattn.mamba import context_parallel, reference
-from thdattn.mamba.shape import MixerShape
+from thdattn.mamba.shape import Inputs, MixerShape
 
 SINGLE = thdattn.comm.init("single")
 SHAPE = MixerShape(*SIZES, 4, FLOAT64)
@@ -49,7 +49,7 @@ def test_activations_are_0_on_padding():
     plan = case.mixer(SINGLE, FLOAT64).plan(case.batch)
     zxbcdt, weights, _ = random_inputs(case, FLOAT64)
     zxbcdt[~case.valid] = np.nan
-    act = reference.mixer_conv(zxbcdt, reference.mixer_tail(zxbcdt, plan, SHAPE), weights, plan, SHAPE)
+    act = reference.mixer_conv(Inputs(zxbcdt, weights, plan, SHAPE, reference.mixer_tail(zxbcdt, plan, SHAPE)))
     for x in act[:3]:  # NumPy has no `leave`
         assert not x[~case.valid].any() and x[case.valid].all()
 
@@ -57,7 +57,7 @@ def test_activations_are_0_on_padding():
 def act_of(case, dtype=FLOAT64):
     plan = case.mixer(SINGLE, dtype).plan(case.batch)
     zxbcdt, weights, _ = random_inputs(case, dtype)
-    return reference.mixer_conv(zxbcdt, zxbcdt[:3, 12:44], weights, plan, SHAPE), plan
+    return reference.mixer_conv(Inputs(zxbcdt, weights, plan, SHAPE, zxbcdt[:3, 12:44])), plan
 
 
 def test_a_summary_says_what_is_behind_all_rows_and_what_is_left_of_what_was_in_front():
@@ -65,7 +65,7 @@ def test_a_summary_says_what_is_behind_all_rows_and_what_is_left_of_what_was_in_
     batch = thdattn.PackedBatch.from_lengths([300])
     plan = thdattn.comm.run_local(2, lambda comm: Case("", ()).mixer(comm, FLOAT64).plan(batch))[1]
     zxbcdt, weights, _ = random_inputs(Case("summary", (150,)), FLOAT64)
-    act = reference.mixer_conv(zxbcdt, zxbcdt[:3, 12:44], weights, plan, SHAPE)
+    act = reference.mixer_conv(Inputs(zxbcdt, weights, plan, SHAPE, zxbcdt[:3, 12:44]))
     x, b, _ = SHAPE.split(act.channels)
     a = -np.exp(weights.A_log) * act.dt
     behind = a[::-1].cumsum(axis=0)[::-1] - a

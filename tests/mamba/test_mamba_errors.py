@@ -12,7 +12,7 @@ from wrong_values import MASKED, NoDevice, OnAGpu, refuses, table
 import thdattn
 from thdattn.comm import Comm
 from thdattn.mamba.configs import MIXER_SIZES
-from thdattn.mamba.select import check_sizes
+from thdattn.mamba.mixer import check_sizes
 from thdattn.packing import PackedBatch
 
 SINGLE = thdattn.comm.init("single")

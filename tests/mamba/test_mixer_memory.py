@@ -14,7 +14,7 @@ import thdattn
 from thdattn import PackedBatch
 from thdattn.costs.model import OnPaper
 from thdattn.mamba.oracle import Norm
-from thdattn.mamba.shape import MixerShape
+from thdattn.mamba.shape import Inputs, MixerShape
 from thdattn.plan.ranges import host_arrays
 
 RANKS = 3
@@ -42,7 +42,7 @@ def test_what_is_said_is_what_is_kept_and_shared(dtype, keep, norm):
         assert memory["out"] == out.nbytes == memory["y"] == kept.y.nbytes
         assert memory["states"] == kept.states.nbytes and memory["dweights"] == nbytes(dweights)
         assert memory.get("rows in front", 0) == (kept.halo.nbytes if comm.size > 1 else 0)
-        act = mixer._mixer.mixer_conv(zxbcdt[: plan.local_rows], kept.halo, weights, plan, mixer._shape)
+        act = mixer._mixer.mixer_conv(Inputs(zxbcdt[: plan.local_rows], weights, plan, mixer._shape, kept.halo))
         assert memory["activations"] == nbytes(act) == (nbytes(kept.act) if keep else memory.forward["activations"])
         assert ("activations" in memory.saved) == keep
         arrays = {id(x): x for x in vars(plan.arrays).values() if x is not None}
@@ -64,7 +64,7 @@ def launches(request, monkeypatch):
     from thdattn.engines import cuda, select
     from thdattn.engines.cuda import launch
     from thdattn.jit import compiler
-    from thdattn.mamba.cuda import backward, forward
+    from thdattn.mamba.cuda import forward
 
     grids, made = [], []
 
@@ -77,8 +77,7 @@ def launches(request, monkeypatch):
 
     for module in (cuda, launch):
         monkeypatch.setattr(module, "empty", empty)
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "tensor_map", lambda *args: None)
+    monkeypatch.setattr(forward, "tensor_map", lambda *args: None)
     gpu = launch.Gpu(sm90=request.param == "hopper", multiprocessors=132, shared_bytes=232448)
     monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
     monkeypatch.setattr(select, "_no_gpu", lambda: None)
@@ -138,9 +137,9 @@ def test_grids_have_room_for_rows(launches, rows):
     from thdattn.mamba.cuda import backward, forward
 
     shape = MixerShape(*GPU_SIZES, 4, BFLOAT16)
-    plan = SimpleNamespace(local_rows=rows, cp_rank=0, cp_size=1, key_ranges=None)
+    plan = SimpleNamespace(local_rows=rows, cp_rank=0, cp_size=1, key_ranges=None, memoize=lambda key, make: make())
     plan.arrays, plan.workspace = plan, SimpleNamespace(array=lambda buffer: None)
-    tiles = {forward._conv(column, plan, shape).grid: 256 for column in (0, shape.d_inner)}
+    tiles = {forward._conv(plan, shape, column).grid: 256 for column in (0, shape.d_inner)}
     tiles |= {backward._conv_bwd(plan, shape)[0].grid: 64}
     if not launches.engine.launch.this_gpu().sm90:
         tiles |= {backward._gate_then_states(plan, shape)[0].grid: 64}
@@ -149,4 +148,4 @@ def test_grids_have_room_for_rows(launches, rows):
         wanted = math.ceil(rows / of_tile)
         assert wanted <= grid[1] * grid[2] < wanted + grid[2], "as few as there may be"
         assert grid[2] == 1 or wanted > MOST[1], "one layer where that is enough"
-    assert forward._segments(plan) <= MOST[1], "the others have a y for each"
+    assert forward.segments_of(plan) <= MOST[1], "the others have a y for each"

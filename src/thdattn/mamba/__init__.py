@@ -5,14 +5,16 @@ Its functions for an engine are a module that satisfies the protocol `MixerEngin
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from thdattn.engines import Array
+from thdattn.engines import Array, Engine
 
 if TYPE_CHECKING:
     from thdattn.mamba import cuda, reference
-    from thdattn.mamba.shape import Activations, Mamba2Weights, MixerShape
+    from thdattn.mamba.cache import Mamba2Cache
+    from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
     from thdattn.plan.plan import Plan
     from thdattn.plan.workspace import Buffer
 
@@ -40,13 +42,9 @@ class MixerEngine(Protocol):
 
     def mixer_halo(self, tails: Array, plan: Plan, shape: MixerShape) -> Array: ...
 
-    def mixer_conv(
-        self, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool = False
-    ) -> Activations: ...
+    def mixer_conv(self, inputs: Inputs, keep: bool = False) -> Activations: ...
 
-    def mixer_conv_states(
-        self, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
-    ) -> tuple[Activations, Array, Array]: ...
+    def mixer_conv_states(self, inputs: Inputs, keep: bool) -> tuple[Activations, Array, Array]: ...
 
     def mixer_fold(
         self, states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False
@@ -59,51 +57,41 @@ class MixerEngine(Protocol):
     ) -> None: ...
 
     def mixer_scan(
-        self, made: tuple[Array, Activations], states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
-        into: tuple[Array, Array],
+        self, inputs: Inputs, act: Activations, states: Array, segments: slice, y: Array, out: Array
     ) -> None: ...
 
-    def mixer_norm(
-        self, y: Array, zxbcdt: Array, weight: Array, plan: Plan, shape: MixerShape, out: Array
-    ) -> None: ...
+    def mixer_norm(self, inputs: Inputs, y: Array, out: Array) -> None: ...
 
     # Backward.
     def mixer_gradients(self, plan: Plan, shape: MixerShape) -> Gradients: ...
 
     def mixer_gate_states(
-        self, dout: Array, zxbcdt: Array, made: tuple[Array, Activations], plan: Plan, shape: MixerShape,
-        into: tuple[Array, Gradients],
-    ) -> tuple[Array, Array, Array]: ...
-
-    def mixer_norm_states(
-        self, dout: Array, zxbcdt: Array, made: tuple[Array, Activations], weights: Mamba2Weights, plan: Plan,
-        shape: MixerShape, into: tuple[Array, Gradients],
+        self, inputs: Inputs, act: Activations, y: Array, dout: Array, dzxbcdt: Array, gradients: Gradients
     ) -> tuple[Array, Array, Array]: ...
 
     def mixer_bwd(
-        self, made: tuple[Activations, Array], states: tuple[Array, Array], weights: Mamba2Weights, plan: Plan,
-        shape: MixerShape, segments: slice, into: Gradients,
+        self, inputs: Inputs, act: Activations, dy: Array, states: Array, dstates: Array, segments: slice,
+        gradients: Gradients,
     ) -> None: ...
 
     def mixer_conv_bwd(
-        self, zxbcdt: Array, halo: Array, weights: Mamba2Weights, gradients: Gradients, plan: Plan, shape: MixerShape,
-        dzxbcdt: Array,
+        self, inputs: Inputs, gradients: Gradients, dzxbcdt: Array
     ) -> tuple[Mamba2Weights, Array]: ...
 
-    def mixer_add_halos(
-        self, halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array
-    ) -> None: ...
+    def mixer_add_halos(self, halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None: ...
 
     # Decoding.
     def mixer_decode(
-        self, zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, rows: Array, states: Array, active: Array,
-        work: Array,
+        self, zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, cache: Mamba2Cache
     ) -> Array: ...
 
-    def mixer_fill(
-        self, act: Activations, zxbcdt: Array, segment_states: Array, weights: Mamba2Weights, plan: Plan,
-        shape: MixerShape, into: tuple[Array, Array],
-    ) -> None: ...
+    def mixer_fill(self, inputs: Inputs, act: Activations, segment_states: Array, cache: Mamba2Cache) -> None: ...
+
+
+def mixer_engine(engine: Engine) -> MixerEngine:
+    """Return the mixer's functions for an engine: the package thdattn.mamba.cuda or thdattn.mamba.reference."""
+    functions: MixerEngine = importlib.import_module(f"thdattn.mamba.{engine.name}")
+    return functions
 
 
 if TYPE_CHECKING:

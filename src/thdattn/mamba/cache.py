@@ -10,11 +10,10 @@ from numpy.typing import ArrayLike
 from thdattn.arguments import as_count, check_kind
 from thdattn.checks import check_same
 from thdattn.engines import Engine
-from thdattn.kv_cache import as_sequences, copy_sequences
-from thdattn.mamba import context_parallel
+from thdattn.kv_cache import as_sequences, check_one_rank, check_sequences, copy_sequences
+from thdattn.mamba import context_parallel, mixer_engine
 from thdattn.mamba.saved import Mamba2Saved
-from thdattn.mamba.select import mixer_engine
-from thdattn.mamba.shape import MixerShape
+from thdattn.mamba.shape import Inputs, MixerShape
 
 MAX_SEQUENCES = 2**16 - 1  # thread blocks in y of one launch
 
@@ -89,15 +88,8 @@ class Mamba2Cache:
                 with NaN.
         """
         check_kind("saved", saved, Mamba2Saved, "pass the one that forward returned")
-        plan, batch = saved.plan, saved.plan.batch
-        if plan.cp_size != 1 or batch.num_seqs != self.num_texts:
-            raise ValueError(
-                f"saved is of {batch.num_seqs} sequences on {plan.cp_size} ranks, wanted {self.num_texts} on one, the "
-                f"sequences of the cache; pack as many, empty ones where there is nothing"
-            )
-        if plan.has_trees:
-            raise ValueError("saved is of trees, wanted one path per sequence of the cache; fill "
-                             "it from a forward over the paths (PackedBatch.paths)")
+        plan = saved.plan
+        check_sequences("saved", plan.batch, plan.cp_size, self.num_texts)
         made = traits(saved.made_with, plan.engine)
         check_same("saved was made with", made, self.made_for, "pass what a forward of this mixer returned")
         if saved.generation is not None:
@@ -105,9 +97,8 @@ class Mamba2Cache:
         plan.check(wait=False)
         plan.enter()
         mixer = mixer_engine(plan.engine)
-        act = context_parallel.activations(mixer, plan, saved.zxbcdt, saved.weights, saved.kept, self._shape)
-        mixer.mixer_fill(act, saved.zxbcdt, saved.kept.states, saved.weights, plan, self._shape,
-                         (self.rows, self.states))
+        inputs = Inputs(saved.zxbcdt, saved.weights, plan, self._shape, saved.kept.halo)
+        mixer.mixer_fill(inputs, context_parallel.activations(mixer, inputs, saved.kept), saved.kept.states, self)
         plan.engine.nan_if_invalid(plan, self.rows, self.states)
 
 
@@ -118,11 +109,7 @@ def traits(shape: MixerShape, engine: Engine) -> dict[str, Any]:
 
 def make_cache(engine: Engine, cp_size: int, num_texts: int, shape: MixerShape) -> Mamba2Cache:
     """Make a cache of empty sequences; see Mamba2Mixer.cache."""
-    if cp_size > 1:
-        raise ValueError(
-            f"comm has {cp_size} ranks, wanted 1: sequences in a cache are not spread; give every rank sequences "
-            f"of its own, with thdattn.comm.init('single')"
-        )
+    check_one_rank(cp_size)
     remedy = f"a cache has 1 to {MAX_SEQUENCES} sequences; make several"
     num_texts = as_count("num_texts", num_texts, remedy, MAX_SEQUENCES)
     rows = engine.empty((num_texts, shape.reach, shape.channels), shape.dtype)

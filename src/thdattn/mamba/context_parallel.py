@@ -16,13 +16,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
+from thdattn.mamba.shape import Inputs
 from thdattn.plan.memory import Memory
 from thdattn.plan.workspace import Buffer, bytes_by_name, total_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
     from thdattn.mamba import MixerEngine
-    from thdattn.mamba.shape import Mamba2Weights, MixerShape
+    from thdattn.mamba.shape import Activations, Mamba2Weights, MixerShape
     from thdattn.plan.plan import Plan
 
 
@@ -41,7 +42,7 @@ class Kept(NamedTuple):
     y: Any
     halo: Any
     states: Any
-    act: Any = None
+    act: Activations | None = None
 
 
 class Layer(NamedTuple):
@@ -67,12 +68,13 @@ def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tu
         tails, wait = _gather(comm, plan, "rows", halo)
         wait()
         halo = engine.mixer_halo(tails, plan, shape)
-    act, states, decays = engine.mixer_conv_states(zxbcdt, halo, weights, plan, shape, keep)
+    inputs = Inputs(zxbcdt, weights, plan, shape, halo)
+    act, states, decays = engine.mixer_conv_states(inputs, keep)
     summary = engine.mixer_fold(states, decays, plan, shape)
     y, out = (plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
 
     def scan(segments: slice) -> None:
-        engine.mixer_scan((zxbcdt, act), states, weights.D, plan, shape, segments, (y, out))
+        engine.mixer_scan(inputs, act, states, segments, y, out)
 
     if comm.size == 1:
         scan(slice(len(states)))
@@ -84,7 +86,7 @@ def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tu
         engine.mixer_enter(states, decays, engine.mixer_start(summaries, plan, shape), waiting)
         scan(others)
     if shape.norm:
-        engine.mixer_norm(y, zxbcdt, weights.norm_weight, plan, shape, out)
+        engine.mixer_norm(inputs, y, out)
     plan.engine.nan_if_invalid(plan, out)
     return out, Kept(y, halo, states, act if keep else None)
 
@@ -120,11 +122,9 @@ def _of_ranks(name: str, plan: Plan, send: Any) -> Buffer:
     return Buffer(f"{name} of ranks", (plan.cp_size * send.shape[0], *send.shape[1:]), send.dtype)
 
 
-def activations(
-    engine: MixerEngine, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
-) -> Any:
+def activations(engine: MixerEngine, inputs: Inputs, kept: Kept) -> Activations:
     """Return the results of the convolution, recomputed if they were not kept."""
-    return engine.mixer_conv(zxbcdt, kept.halo, weights, plan, shape) if kept.act is None else kept.act
+    return engine.mixer_conv(inputs) if kept.act is None else kept.act
 
 
 def backward(
@@ -133,19 +133,14 @@ def backward(
     """Return the gradients of forward: dzxbcdt of this rank's rows, and their partial sums of the weights' gradients.
     """
     engine, comm, shape, _ = layer
-    y, halo, states, _ = kept
+    inputs, states = Inputs(zxbcdt, weights, plan, shape, kept.halo), kept.states
     dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype)
-    act = activations(engine, plan, zxbcdt, weights, kept, shape)
-    gradients = engine.mixer_gradients(plan, shape)
-    made, into = (y, act), (dzxbcdt, gradients)
-    if shape.norm:
-        dy, dstates, decays = engine.mixer_norm_states(dout, zxbcdt, made, weights, plan, shape, into)
-    else:
-        dy, dstates, decays = engine.mixer_gate_states(dout, zxbcdt, made, plan, shape, into)
+    act, gradients = activations(engine, inputs, kept), engine.mixer_gradients(plan, shape)
+    dy, dstates, decays = engine.mixer_gate_states(inputs, act, kept.y, dout, dzxbcdt, gradients)
     summary = engine.mixer_fold(dstates, decays, plan, shape, reverse=True)
 
     def scan(segments: slice) -> None:
-        engine.mixer_bwd((act, dy), (states, dstates), weights, plan, shape, segments, gradients)
+        engine.mixer_bwd(inputs, act, dy, states, dstates, segments, gradients)
 
     if comm.size == 1:
         scan(slice(len(states)))
@@ -157,7 +152,7 @@ def backward(
         start = engine.mixer_start(summaries, plan, shape, reverse=True)
         engine.mixer_enter(dstates, decays, start, waiting, reverse=True)
         scan(others)
-    dweights, ends = engine.mixer_conv_bwd(zxbcdt, halo, weights, gradients, plan, shape, dzxbcdt)
+    dweights, ends = engine.mixer_conv_bwd(inputs, gradients, dzxbcdt)
     if comm.size > 1 and shape.reach:
         halos, wait = _gather(comm, plan, "gradients of rows", ends[0])
         wait()

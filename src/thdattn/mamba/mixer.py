@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import DTypeLike
@@ -10,10 +11,9 @@ from thdattn.arguments import as_bool, as_choice, as_count, as_norm_eps, check_k
 from thdattn.checks import as_array, check_same, raise_if_told
 from thdattn.comm import Comm
 from thdattn.engines.select import as_engine_dtype, choose_engine
-from thdattn.mamba import context_parallel, trees
+from thdattn.mamba import context_parallel, mixer_engine, trees
 from thdattn.mamba.cache import Mamba2Cache, make_cache, traits
 from thdattn.mamba.saved import Mamba2Saved
-from thdattn.mamba.select import check_sizes, mixer_engine
 from thdattn.mamba.shape import GatedNorm, Mamba2Weights, MixerShape
 from thdattn.packing import PackedBatch, as_like
 from thdattn.plan.build import description, found_wrong, with_arrays
@@ -100,19 +100,15 @@ class Mamba2Mixer:
         self._mixer = mixer_engine(self._engine)
         self.engine: str = self._engine.name
         self.dtype = as_engine_dtype(self._engine, dtype)
-        self._check_sizes(num_heads=self.num_heads, head_dim=self.head_dim, state_dim=self.state_dim,
-                          conv_width=self.conv_width)
+        sizes = {name: getattr(self, name) for name in ("num_heads", "head_dim", "state_dim", "conv_width")}
         if of_norm:
-            columns = self.num_heads * self.head_dim // of_norm.groups
-            self._check_sizes(**{"d_inner // norm_groups": columns})
+            sizes["d_inner // norm_groups"] = self.num_heads * self.head_dim // of_norm.groups
+        check_sizes(self._mixer.MIXER_SIZES, self.engine, **sizes)
         self._shape = MixerShape(
             self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, self.dtype, of_norm
         )
         self._layer = context_parallel.Layer(self._mixer, self.comm, self._shape, self.keep_activations)
         self._lengths: Any = None  # of the last plan, if they are on a GPU
-
-    def _check_sizes(self, **sizes: int) -> None:
-        check_sizes(self._mixer.MIXER_SIZES, self.engine, **sizes)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={value}" for name, value in self._shape._asdict().items())
@@ -281,8 +277,7 @@ class Mamba2Mixer:
         zxbcdt = self._as_array("zxbcdt", zxbcdt, (cache.num_texts, self._shape.columns), self.dtype,
                                 "pass one row for every sequence of the cache, with the columns z, x, B, C, dt")
         weights = self._as_weights(weights)
-        kept = cache.rows, cache.states, cache.active, cache.work
-        return self._mixer.mixer_decode(zxbcdt, weights, self._shape, *kept)
+        return self._mixer.mixer_decode(zxbcdt, weights, self._shape, cache)
 
     def _description(self, plan: Plan) -> dict[str, Any]:
         """Return the fields in which ranks must agree, by name."""
@@ -317,6 +312,23 @@ class Mamba2Mixer:
             self._as_array(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
             for name, x, shape in named
         ))  # fmt: skip
+
+
+def check_sizes(known_sizes: Mapping[str, Sequence[int]], engine_name: str, **sizes: int) -> None:
+    """Raise a ValueError where an engine has no kernels for a mixer of these sizes.
+
+    Args:
+        known_sizes: MIXER_SIZES of the mixer's functions for that engine; sizes that it does not name may be any.
+    """
+    for name, size in sizes.items():
+        known = known_sizes.get(name)
+        if known is not None and size not in known:
+            wanted = f"a multiple of {known.step}" if isinstance(known, range) and known.step > 1 else (
+                f"{known[0]} to {known[-1]}" if isinstance(known, range) else "one of " + ", ".join(map(str, known)))
+            raise ValueError(
+                f"{name} is {size}, wanted {wanted} for a Mamba-2 mixer on engine {engine_name!r}; use "
+                f"engine='reference', with host arrays, or another {name}"
+            )
 
 
 def _as_norm(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from thdattn.arguments import is_array, shown
+
+if TYPE_CHECKING:
+    from thdattn.plan.plan import Plan
 
 CHUNK = 64  # rows that the recurrence takes at once; kChunk of kernels/mamba/common.cuh
 
@@ -74,7 +77,6 @@ class GatedNorm(NamedTuple):
 
     @property
     def after_gate(self) -> bool:
-        """True if y is gated before it is normalised."""
         return self.place == "after_gate"
 
 
@@ -143,6 +145,20 @@ class MixerShape(NamedTuple):
         x, b, c = channels[:, :inner], channels[:, inner : inner + width], channels[:, inner + width :]
         groups = rows, self.num_groups, self.state_dim
         return x.reshape(rows, self.num_heads, self.head_dim), b.reshape(groups), c.reshape(groups)
+
+
+class Inputs(NamedTuple):
+    """Arguments of a layer's call on this rank, as its engine takes them.
+
+    zxbcdt: (local_rows, columns).
+    halo: (reach, channels), the rows of x, B and C in front of this rank's; on one rank anything.
+    """
+
+    zxbcdt: Any
+    weights: Mamba2Weights
+    plan: Plan
+    shape: MixerShape
+    halo: Any = None
 
 
 class Activations(NamedTuple):

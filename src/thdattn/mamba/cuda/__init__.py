@@ -26,30 +26,11 @@ from thdattn.mamba.cuda.forward import (
     mixer_states,
     mixer_tail,
 )  # fmt: skip
-from thdattn.mamba.cuda.norm import mixer_norm, mixer_norm_states
+from thdattn.mamba.cuda.norm import mixer_norm
 
 __all__ = [
-    "MIXER_SIZES",
-    "mixer_activations",
-    "mixer_add_halos",
-    "mixer_backward_buffers",
-    "mixer_bwd",
-    "mixer_conv",
-    "mixer_conv_bwd",
-    "mixer_conv_states",
-    "mixer_decode",
-    "mixer_enter",
-    "mixer_fill",
-    "mixer_fold",
-    "mixer_forward_buffers",
-    "mixer_gate_states",
-    "mixer_gradients",
-    "mixer_halo",
-    "mixer_norm",
-    "mixer_norm_states",
-    "mixer_scan",
-    "mixer_segment_rows",
-    "mixer_start",
-    "mixer_states",
-    "mixer_tail",
+    "MIXER_SIZES", "mixer_activations", "mixer_add_halos", "mixer_backward_buffers", "mixer_bwd", "mixer_conv",
+    "mixer_conv_bwd", "mixer_conv_states", "mixer_decode", "mixer_enter", "mixer_fill", "mixer_fold",
+    "mixer_forward_buffers", "mixer_gate_states", "mixer_gradients", "mixer_halo", "mixer_norm", "mixer_scan",
+    "mixer_segment_rows", "mixer_start", "mixer_states", "mixer_tail",
 ]  # fmt: skip

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +14,6 @@ import numpy as np
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
-from thdattn.jit.tensor_map import tensor_map
-from thdattn.kernels.configs import SLAB
 from thdattn.kernels.instances import instance
 from thdattn.mamba.configs import (
     CONV_BACK_COLUMNS,
@@ -32,8 +29,9 @@ from thdattn.mamba.configs import (
     portable_walk,
     walk_for,
 )
-from thdattn.mamba.cuda.forward import grid_of_rows, size_of
-from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
+from thdattn.mamba.cuda.forward import boxes_of, chunks_of, grid_of_rows, memoized, segments_of, size_of
+from thdattn.mamba.cuda.norm import norm_bwd
+from thdattn.mamba.shape import CHUNK, Activations, Inputs, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import FLOAT32, Buffer
 
@@ -58,97 +56,25 @@ class Gradients(NamedTuple):
     of_norm: Any = None
 
 
-def mixer_gate_states(
-    dout: Array, zxbcdt: Array, made: tuple[Array, Activations], plan: Plan, shape: MixerShape,
-    into: tuple[Array, Gradients],
-) -> tuple[Array, Array, Array]:
-    """Return dy, dstates and decays; write dz and the partial sums of dD. See reference.mixer_gate_states.
-
-    On Hopper the kernel of dstates computes dy itself, so that it does not read it.
-    """
-    (y, act), (dzxbcdt, gradients) = made, into
-    buffers = dy, *of_states = made_of_gate(plan, shape)
-    walk, of_d = _walk(shape), partials_of(gradients, "D", shape)
-    if isinstance(walk, Walk):
-        gate, states = plan.memoize(("gate", shape), lambda: _gate_then_states(plan, shape))
-        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *of_d)
-        states(act.channels, dy, act.sums, plan.key_ranges, *of_states)
-    elif plan.local_rows:
-        run = plan.memoize(("gate", shape), lambda: _gate_states(walk, plan, shape))
-        z, dz = (x[:, : shape.d_inner] for x in (zxbcdt, dzxbcdt))
-        run(*_boxes(dout, z, y, act.channels, dy, dz), *of_d, act.sums, plan.key_ranges, *of_states)
-    return buffers
-
-
-def made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
-    """Return buffers for dy, for the gradients of states, and for the decay of every segment."""
-    dy, dstates, decays = map(plan.workspace.array, _gate_buffers(plan, shape))
-    return dy, dstates, decays
-
-
-def _gate_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
-    segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
-    return [Buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype),
-            Buffer("gradients of states", (segments, *shape.state), FLOAT32),
-            Buffer("gradients of states", (segments, shape.num_heads), FLOAT32, "decays")]
-
-
-def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> Launch:
-    grid = shape.num_heads // walk.heads, -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
-    kernel = compiler.kernel(*walk.gate_kernel(shape.dtype.name))
-    return Launch(kernel, grid, walk.gate_threads, (size_of(plan, shape),))
-
-
-def _gate_then_states(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
-    grid = grid_of_rows(-(-shape.d_inner // 1024), -(-plan.local_rows // CHUNK))
-    gate = compiler.kernel(*instance("thd_mixer_gate_bwd", shape.dtype.name))
-    return Launch(gate, grid, 128, (plan.key_ranges, size_of(plan, shape))), dstates_launch(plan, shape)
-
-
-def dstates_launch(plan: Plan, shape: MixerShape) -> Launch:
-    """Return the launch of the kernel for every GPU that computes dstates and decays from dy."""
-    gpu = launch.this_gpu()
-    walk = portable_walk(shape.head_dim, shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes)
-    blocks = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS)), shape.d_inner // walk.columns, _slices(shape)
-    kernel = compiler.kernel(*walk.thd_ssd_dstates(shape.dtype.name))
-    return Launch(kernel, blocks, walk.threads, (size_of(plan, shape),))
-
-
-def _boxes(*rows: Array) -> list[Any]:
-    """Return tensor maps of columns."""
-    boxes = (x.reshape(len(x), x.shape[1] // SLAB, SLAB) for x in rows)
-    return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
-
-
-def partials_of(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
-    """Return the partial sums of a weight but norm_weight, and the distance between those of two chunks."""
-    before = Mamba2Weights._fields.index(weight)
-    begin = sum(map(math.prod, shape.weights[:before]))
-    return gradients.partials.ravel()[begin:], np.uint64(_numbers(shape))
-
-
-def _walk(shape: MixerShape) -> Walk | WalkSm90:
-    return walk_for(_tile(shape), shape.d_inner // shape.num_groups, launch.this_gpu().shared_bytes)
-
-
-def _rows(by_boxes: bool, channels: Array, dy: Array) -> list[Any]:
-    """Return channels and dy as kernels take them: arrays, or tensor maps of their columns."""
-    if not by_boxes or not len(dy):
-        return [channels, dy]
-    return _boxes(channels, dy)
-
-
-def _slices(shape: MixerShape) -> int:
-    return -(-shape.state_dim // WALK_SLICE)
-
-
 def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
     """Return buffers for the results of mixer_bwd."""
     return Gradients(*map(plan.workspace.array, _gradient_buffers(plan, shape)))
 
 
+def mixer_backward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    """Declare the work buffers of a backward; see reference.mixer_backward_buffers."""
+    return [*_gate_buffers(plan, shape), *_gradient_buffers(plan, shape), *_chunk_buffers(plan, shape), _ends(shape)]
+
+
+def _gate_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    segments = segments_of(plan)
+    return [Buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype),
+            Buffer("gradients of states", (segments, *shape.state), FLOAT32),
+            Buffer("gradients of states", (segments, shape.num_heads), FLOAT32, "decays")]
+
+
 def _gradient_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
-    rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
+    rows, chunks = plan.local_rows, chunks_of(plan)
     made = [Buffer("dx", (rows, shape.d_inner), shape.dtype),
             Buffer("dB and dC", (_splits(chunks, shape), rows, shape.channels - shape.d_inner), FLOAT32),
             Buffer("ddt", (shape.num_heads, chunks * CHUNK), FLOAT32),
@@ -160,7 +86,7 @@ def _gradient_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
 
 def _chunk_buffers(plan: Plan, shape: MixerShape) -> tuple[Buffer, Buffer]:
     """Declare the states at every chunk and their scales, forward and then backward."""
-    kept = 2 * min(-(-plan.local_rows // CHUNK), _AT_ONCE * SEGMENT_CHUNKS)
+    kept = 2 * min(chunks_of(plan), _AT_ONCE * SEGMENT_CHUNKS)
     return (Buffer("states at chunks", (kept, *shape.state), shape.dtype),
             Buffer("scales of states", (kept, shape.num_heads, _slices(shape)), FLOAT32))
 
@@ -170,19 +96,8 @@ def _ends(shape: MixerShape) -> Buffer:
     return Buffer("gradients of ends", (2, shape.reach, shape.channels), FLOAT32)
 
 
-def mixer_backward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
-    """Declare the work buffers of a backward; see reference.mixer_backward_buffers."""
-    return [*_gate_buffers(plan, shape), *_gradient_buffers(plan, shape), *_chunk_buffers(plan, shape), _ends(shape)]
-
-
-def _numbers(shape: MixerShape) -> int:
-    """Return the count of all weights but norm_weight."""
-    return sum(math.prod(of_one) for of_one in _usual(shape))
-
-
-def _usual(shape: MixerShape) -> tuple[Any, ...]:
-    """Return the shapes of the weights that every mixer has."""
-    return shape.weights[: len(Mamba2Weights._fields)]
+def _slices(shape: MixerShape) -> int:
+    return -(-shape.state_dim // WALK_SLICE)
 
 
 def _splits(chunks: int, shape: MixerShape) -> int:
@@ -199,37 +114,99 @@ def _tile(shape: MixerShape) -> ChunkTile | ChunkTileSm90:
     return chunk_tile_for(shape.head_dim, shape.state_dim, gpu.shared_bytes, gpu.sm90)
 
 
+def _walk(shape: MixerShape) -> Walk | WalkSm90:
+    return walk_for(_tile(shape), shape.d_inner // shape.num_groups, launch.this_gpu().shared_bytes)
+
+
+def _usual(shape: MixerShape) -> tuple[Any, ...]:
+    """Return the shapes of the weights that every mixer has."""
+    return shape.weights[: len(Mamba2Weights._fields)]
+
+
+def _numbers(shape: MixerShape) -> int:
+    """Return the count of all weights but norm_weight."""
+    return sum(map(math.prod, _usual(shape)))
+
+
+def _partials_of(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
+    """Return the partial sums of a weight but norm_weight, and the distance between those of two chunks."""
+    before = Mamba2Weights._fields.index(weight)
+    begin = sum(map(math.prod, shape.weights[:before]))
+    return gradients.partials.ravel()[begin:], np.uint64(_numbers(shape))
+
+
+def mixer_gate_states(
+    inputs: Inputs, act: Activations, y: Array, dout: Array, dzxbcdt: Array, gradients: Gradients
+) -> tuple[Array, Array, Array]:
+    """Return dy, dstates and decays; write dz and partial sums of weights' gradients. See reference.mixer_gate_states.
+
+    On Hopper, without a norm, the kernel of dstates computes dy itself, so that it does not read it.
+    """
+    zxbcdt, weights, plan, shape, _ = inputs
+    dy, *of_states = map(plan.workspace.array, _gate_buffers(plan, shape))
+    of_d = _partials_of(gradients, "D", shape)
+    if shape.norm or isinstance(_walk(shape), Walk):
+        gate, states = _gate_then_states(plan, shape)
+        weight, of_weight = ([weights.norm_weight], [gradients.of_norm]) if shape.norm else ([], [])
+        gate(dout, zxbcdt, y, act.channels, *weight, dy, dzxbcdt, *of_weight, *of_d)
+        states(act.channels, dy, act.sums, plan.key_ranges, *of_states)
+    elif plan.local_rows:
+        z, dz = (x[:, : shape.d_inner] for x in (zxbcdt, dzxbcdt))
+        _gate_states(plan, shape)(*map(boxes_of, (dout, z, y, act.channels, dy, dz)), *of_d, act.sums,
+                                  plan.key_ranges, *of_states)
+    return dy, *of_states
+
+
+@memoized
+def _gate_then_states(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
+    """Return two launches for every GPU: dy, and dstates and decays from it."""
+    size, dtype, gpu = size_of(plan, shape), shape.dtype.name, launch.this_gpu()
+    if shape.norm:
+        gate = norm_bwd(plan, shape)
+    else:
+        grid = grid_of_rows(-(-shape.d_inner // 1024), chunks_of(plan))
+        gate = Launch(compiler.kernel(*instance("thd_mixer_gate_bwd", dtype)), grid, 128, (plan.key_ranges, size))
+    walk = portable_walk(shape.head_dim, shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes)
+    blocks = segments_of(plan), shape.d_inner // walk.columns, _slices(shape)
+    return gate, Launch(compiler.kernel(*walk.thd_ssd_dstates(dtype)), blocks, walk.threads, (size,))
+
+
+@memoized
+def _gate_states(plan: Plan, shape: MixerShape) -> Launch:
+    walk = _walk(shape)
+    assert isinstance(walk, WalkSm90)
+    grid = shape.num_heads // walk.heads, segments_of(plan)
+    return Launch(compiler.kernel(*walk.gate_kernel(shape.dtype.name)), grid, walk.gate_threads,
+                  (size_of(plan, shape),))
+
+
 def mixer_bwd(
-    made: tuple[Activations, Array], states: tuple[Array, Array], weights: Mamba2Weights, plan: Plan,
-    shape: MixerShape, segments: slice, into: Gradients,
+    inputs: Inputs, act: Activations, dy: Array, states: Array, dstates: Array, segments: slice, gradients: Gradients
 ) -> None:
     """Compute the gradients of mixer_scan for some segments, a few at a time. See reference.mixer_bwd."""
-    first, end, _ = segments.indices(len(states[0]))
+    first, end, _ = segments.indices(len(states))
     for begin in range(first, end, _AT_ONCE):
         count = min(_AT_ONCE, end - begin)
-        these = count, begin + count == len(states[0])
-        run = plan.memoize(("mixer_bwd", shape, *these), partial(_bwd, *these, plan, shape))
-        run(*made, *states, weights, into, begin)
+        run = _bwd(inputs.plan, inputs.shape, count, begin + count == len(states))
+        run(act, dy, states, dstates, inputs.weights, gradients, begin)
 
 
-def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[..., None]:
+@memoized
+def _bwd(plan: Plan, shape: MixerShape, segments: int, last: bool) -> Callable[..., None]:
     """Return a function that launches two kernels: states at every chunk, then gradients of the chunks.
 
     last: True for the last segments, the last of which may have fewer chunks.
     """
-    all_chunks = -(-plan.local_rows // CHUNK)
-    most, fewer = segments * SEGMENT_CHUNKS, -all_chunks % SEGMENT_CHUNKS if last else 0
-    chunks, dtype = most - fewer, shape.dtype.name
+    most, fewer = segments * SEGMENT_CHUNKS, -chunks_of(plan) % SEGMENT_CHUNKS if last else 0
+    chunks, dtype, size = most - fewer, shape.dtype.name, size_of(plan, shape)
     kept, scales = map(plan.workspace.array, _chunk_buffers(plan, shape))
-    walk, tile, splits = _walk(shape), _tile(shape), _splits(all_chunks, shape)
+    walk, tile, splits = _walk(shape), _tile(shape), _splits(chunks_of(plan), shape)
     grid = segments, shape.d_inner // walk.columns, _slices(shape)
     forward, back = (
-        Launch(compiler.kernel(*walk.thd_ssd_chunk_states(dtype, back)), grid, walk.threads,
-               (part, scale, size_of(plan, shape)))
+        Launch(compiler.kernel(*walk.thd_ssd_chunk_states(dtype, back)), grid, walk.threads, (part, scale, size))
         for back, part, scale in ((False, kept, scales), (True, kept[chunks:], scales[chunks:])))
-    main = Launch(
-        compiler.kernel(*tile.thd_ssd_bwd(dtype)), (chunks, shape.num_groups * splits), tile.threads,
-        (np.int32(chunks), size_of(plan, shape)))
+    main = Launch(compiler.kernel(*tile.thd_ssd_bwd(dtype)), (chunks, shape.num_groups * splits), tile.threads,
+                  (np.int32(chunks), size))
     ranges = plan.key_ranges
 
     def run(act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, into: Gradients,
@@ -238,20 +215,23 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
         for walks, of in ((forward, states), (back, dstates)):
             walks(*rows, act.sums, act.leave, ranges, of, np.int32(begin))
         main(*_rows(tile.by_boxes, act.channels, dy), kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
-             into.dx, into.dbc, into.ddt, *partials_of(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
+             into.dx, into.dbc, into.ddt, *_partials_of(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
 
     return run
 
 
-def mixer_conv_bwd(
-    zxbcdt: Array, halo: Array, weights: Mamba2Weights, gradients: Gradients, plan: Plan, shape: MixerShape,
-    dzxbcdt: Array,
-) -> tuple[Mamba2Weights, Array]:
+def _rows(by_boxes: bool, *rows: Array) -> list[Any]:
+    """Return rows as kernels take them: arrays, or tensor maps of their columns."""
+    return [boxes_of(x) if by_boxes and len(x) else x for x in rows]
+
+
+def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tuple[Mamba2Weights, Array]:
     """Compute the gradients of mixer_conv and of all weights. See reference.mixer_conv_bwd."""
+    zxbcdt, weights, plan, shape, halo = inputs
     ends = plan.workspace.array(_ends(shape))
     if not plan.local_rows:
         ends.fill(0)
-    conv, sums, of_norm = plan.memoize(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))
+    conv, sums, of_norm = _conv_bwd(plan, shape)
     conv(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.dt_bias, dzxbcdt, plan.key_ranges, gradients.dx,
          gradients.dbc, gradients.ddt, np.int32(len(gradients.dbc)), gradients.partials, ends)
     made = launch.empty((_numbers(shape),), np.float32)
@@ -266,10 +246,11 @@ def mixer_conv_bwd(
     return Mamba2Weights(*parts), ends
 
 
+@memoized
 def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch, Launch]:
     """Return three launches: gradients of columns, sums of the weights' partial sums, and sums of those of norm_weight.
     """
-    chunks, columns = -(-plan.local_rows // CHUNK), -(-shape.channels // CONV_BACK_COLUMNS)
+    chunks, columns = chunks_of(plan), -(-shape.channels // CONV_BACK_COLUMNS)
     conv = Launch(
         compiler.kernel(*instance("thd_mixer_conv_bwd", shape.dtype.name, shape.conv_width)),
         grid_of_rows(columns + -(-shape.num_heads // CONV_BACK_HEADS), chunks), 128,
@@ -289,6 +270,5 @@ def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dz
     """Add the gradients from other ranks to the last rows of x, B and C. See reference.mixer_add_halos."""
     grid = -(-shape.channels // CONV_BACK_COLUMNS), min(shape.reach, plan.local_rows)
     ranks = map(np.int32, (shape.reach, plan.cp_rank, plan.cp_size))
-    kernel = compiler.kernel(*instance("thd_mixer_add_halos", shape.dtype.name))
-    kernel(grid, 128, (halos, tail, dzxbcdt, *ranks, size_of(plan, shape)))
-
+    compiler.kernel(*instance("thd_mixer_add_halos", shape.dtype.name))(
+        grid, 128, (halos, tail, dzxbcdt, *ranks, size_of(plan, shape)))

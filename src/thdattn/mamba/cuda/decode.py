@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,43 +20,40 @@ from thdattn.mamba.configs import (
     thd_mixer_fill,
 )
 from thdattn.mamba.cuda.forward import mixer_size
-from thdattn.mamba.cuda.norm import mixer_decode_norm
-from thdattn.mamba.shape import Mamba2Weights, MixerShape
-from thdattn.plan.plan import Plan
+from thdattn.mamba.cuda.norm import decode_norm
+from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
+
+if TYPE_CHECKING:
+    from thdattn.mamba.cache import Mamba2Cache
 
 
-def mixer_decode(
-    zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, rows: Array, states: Array, active: Array, work: Array
-) -> Array:
+def mixer_decode(zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, cache: Mamba2Cache) -> Array:
     """Decode one row of every active sequence. See reference.mixer_decode."""
-    num_texts, dtype, size = len(zxbcdt), shape.dtype.name, mixer_size(len(zxbcdt), shape)
-    out = launch.empty((num_texts, shape.d_inner), zxbcdt.dtype)
+    dtype, size = shape.dtype.name, mixer_size(len(zxbcdt), shape)
+    out = launch.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype)
     compiler.kernel(*instance("thd_mixer_decode_conv", dtype, shape.conv_width))(
-        (-(-shape.channels // DECODE_CHANNELS), num_texts), 256,
-        (zxbcdt, rows, weights.conv_weight, weights.conv_bias, active, work, size),
+        (-(-shape.channels // DECODE_CHANNELS), len(zxbcdt)), 256,
+        (zxbcdt, cache.rows, weights.conv_weight, weights.conv_bias, cache.active, cache.work, size),
     )  # fmt: skip
     compiler.kernel(*thd_mixer_decode(dtype, shape.state_dim, gates=shape.norm is None))(
-        (shape.d_inner // DECODE_ROWS, num_texts), DECODE_THREADS,
-        (zxbcdt, work, states, weights.A_log, weights.D, weights.dt_bias, active, *([] if shape.norm else [out]), size),
+        (shape.d_inner // DECODE_ROWS, len(zxbcdt)), DECODE_THREADS,
+        (zxbcdt, cache.work, cache.states, weights.A_log, weights.D, weights.dt_bias, cache.active,
+         *([] if shape.norm else [out]), size),
     )  # fmt: skip
     if shape.norm:
-        mixer_decode_norm(work, zxbcdt, weights.norm_weight, active, shape, out)
+        decode_norm(cache.work, zxbcdt, weights.norm_weight, cache.active, shape, out)
     return out
 
 
-def mixer_fill(
-    act: Any, zxbcdt: Array, segment_states: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
-    into: tuple[Array, Array],
-) -> None:
+def mixer_fill(inputs: Inputs, act: Activations, segment_states: Array, cache: Mamba2Cache) -> None:
     """Write the last rows and the final state of every sequence of a pack. See reference.mixer_fill."""
-    rows, states = into
-    size, dtype = mixer_size(len(zxbcdt), shape), shape.dtype.name
-    lengths = plan.arrays.offsets[0]
-    compiler.kernel(*instance("thd_mixer_fill_rows", dtype))(
-        (-(-shape.reach * shape.channels // DECODE_CHANNELS), len(rows)), 256,
-        (zxbcdt, rows, *lengths, np.int32(shape.reach), size),
+    zxbcdt, _, plan, shape, _ = inputs
+    size, lengths = mixer_size(len(zxbcdt), shape), plan.arrays.offsets[0]
+    compiler.kernel(*instance("thd_mixer_fill_rows", shape.dtype.name))(
+        (-(-shape.reach * shape.channels // DECODE_CHANNELS), len(cache.rows)), 256,
+        (zxbcdt, cache.rows, *lengths, np.int32(shape.reach), size),
     )  # fmt: skip
-    compiler.kernel(*thd_mixer_fill(dtype, shape.state_dim))(
-        (shape.d_inner // FILL_COLUMNS, len(states)), DECODE_THREADS,
-        (act.channels, act.dt, act.sums, segment_states, states, *lengths, size),
+    compiler.kernel(*thd_mixer_fill(shape.dtype.name, shape.state_dim))(
+        (shape.d_inner // FILL_COLUMNS, len(cache.states)), DECODE_THREADS,
+        (act.channels, act.dt, act.sums, segment_states, cache.states, *lengths, size),
     )  # fmt: skip

@@ -6,7 +6,8 @@ Arguments are those of thdattn.mamba.reference. Grids depend on numbers of rows 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from thdattn.jit import compiler
 from thdattn.jit.structs import MIXER_SIZE, SEGMENTS
 from thdattn.jit.tensor_map import tensor_map
 from thdattn.kernels.configs import SLAB
-from thdattn.kernels.instances import Instance, instance
+from thdattn.kernels.instances import instance
 from thdattn.mamba.configs import (
     CONV_COLUMNS,
     CONV_ROWS,
@@ -29,15 +30,37 @@ from thdattn.mamba.configs import (
     SlabSm90,
     segments_of_block,
     slab_for,
-)  # fmt: skip
+)
 from thdattn.mamba.reference.conv import halo_rows
-from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
+from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import FLOAT32, Buffer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 mixer_segment_rows = CHUNK * SEGMENT_CHUNKS
 _FOLD, _START, _ENTER = MIXER_KERNELS
 _MOST_OF_Y = 2**16 - 1  # thread blocks of a grid in y
+
+
+def memoized(make: Callable[Concatenate[Plan, MixerShape, P], T]) -> Callable[Concatenate[Plan, MixerShape, P], T]:
+    """Decorate a function that makes launches: the plan caches its result for each shape and further arguments."""
+
+    def cached(plan: Plan, shape: MixerShape, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return plan.memoize((make, shape, *args), lambda: make(plan, shape, *args, **kwargs))
+
+    return cached
+
+
+def chunks_of(plan: Plan) -> int:
+    """Return the number of chunks of this rank's rows."""
+    return -(-plan.local_rows // CHUNK)
+
+
+def segments_of(plan: Plan) -> int:
+    """Return the number of segments of this rank's rows."""
+    return -(-plan.local_rows // mixer_segment_rows)
 
 
 def size_of(plan: Plan, shape: MixerShape) -> Any:
@@ -51,12 +74,6 @@ def mixer_size(num_rows: int, shape: MixerShape, offset: int = 0) -> Any:
     return np.array((num_rows, offset, *sizes, SEGMENT_CHUNKS), MIXER_SIZE)[()]
 
 
-def slab_of(shape: MixerShape) -> Slab | SlabSm90:
-    """Return how this GPU divides x into columns for thread blocks."""
-    gpu = launch.this_gpu()
-    return slab_for(shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes, gpu.sm90)
-
-
 def grid_of_rows(blocks: int, tiles: int) -> tuple[int, int, int]:
     """Return a grid with `blocks` thread blocks for each of `tiles` tiles of rows, over z where y cannot hold them.
 
@@ -66,17 +83,45 @@ def grid_of_rows(blocks: int, tiles: int) -> tuple[int, int, int]:
     return blocks, -(-tiles // layers), layers
 
 
-def _inputs(slab: Slab | SlabSm90, *rows: tuple[Array, int]) -> list[Any]:
-    """Return arrays of rows as the kernels of a slab take them: unchanged, or as tensor maps of their first columns."""
-    if not slab.by_boxes:
-        return [x for x, _ in rows]
-    return [_map(x[:, :columns], CHUNK) for x, columns in rows]
-
-
-def _map(x: Array, box_rows: int) -> Any:
+def boxes_of(x: Array, box_rows: int = CHUNK) -> Any:
     """Return a tensor map of columns of rows."""
     boxes = x.reshape(len(x), x.shape[1] // SLAB, SLAB)
     return tensor_map(boxes, len(x), x.strides[0], box_rows)
+
+
+def _slab(shape: MixerShape) -> Slab | SlabSm90:
+    """Return how this GPU divides x into columns for thread blocks."""
+    gpu = launch.this_gpu()
+    return slab_for(shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes, gpu.sm90)
+
+
+def mixer_activations(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    """Declare the results of mixer_conv."""
+    of_heads = shape.num_heads, chunks_of(plan) * CHUNK
+    return [Buffer("activations", (plan.local_rows, shape.channels), shape.dtype),
+            *[Buffer("activations", of_heads, FLOAT32, part) for part in Activations._fields[1:]]]
+
+
+def mixer_forward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
+    """Declare the work buffers of a forward; see reference.mixer_forward_buffers."""
+    made = [_last_rows(shape), _decays(plan, shape), _summary(shape)]
+    return made if plan.cp_size == 1 else [*made, _start(shape)]
+
+
+def _last_rows(shape: MixerShape) -> Buffer:
+    return Buffer("last rows", (shape.reach, shape.channels), shape.dtype)
+
+
+def _decays(plan: Plan, shape: MixerShape) -> Buffer:
+    return Buffer("decays", (segments_of(plan), shape.num_heads), FLOAT32)
+
+
+def _summary(shape: MixerShape) -> Buffer:
+    return Buffer("summary", (1, shape.summary), FLOAT32)
+
+
+def _start(shape: MixerShape) -> Buffer:
+    return Buffer("state in front", shape.state, FLOAT32)
 
 
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
@@ -93,13 +138,15 @@ def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
     """Return the rows in front of this rank's as a new array; see reference.mixer_halo."""
     halo = launch.empty((shape.reach, shape.channels), shape.dtype)
     into, tails = _words(halo), _words(tails)
-    for to, rows in plan.memoize(("halo", shape.reach), lambda: _runs(halo_rows(plan, shape).tolist())):
+    for to, rows in _halo_runs(plan, shape):
         into[to] = tails[rows]
     return halo
 
 
-def _runs(rows: list[int]) -> list[tuple[slice, slice]]:
+@memoized
+def _halo_runs(plan: Plan, shape: MixerShape) -> list[tuple[slice, slice]]:
     """Return (destination, source) slices of consecutive rows, as few as possible."""
+    rows = halo_rows(plan, shape).tolist()
     begins = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
     ends = [*begins[1:], len(rows)]
     return [(slice(i, end), slice(rows[i], rows[i] + end - i)) for i, end in zip(begins, ends, strict=True)]
@@ -110,87 +157,48 @@ def _words(x: Array) -> Array:
     return x.view(np.uint16)
 
 
-def mixer_conv(
-    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool = False
-) -> Activations:
+def mixer_conv(inputs: Inputs, keep: bool = False) -> Activations:
     """Convolve x, B and C and apply silu; compute dt and its sums. See reference.mixer_conv."""
-    return _convolve(0, zxbcdt, halo, weights, plan, shape, keep)
+    return _convolve(inputs, keep, 0)
 
 
-def mixer_conv_states(
-    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
-) -> tuple[Activations, Array, Array]:
+def mixer_conv_states(inputs: Inputs, keep: bool) -> tuple[Activations, Array, Array]:
     """Run mixer_conv, then mixer_states on its results. See reference.mixer_conv_states.
 
     On Hopper the kernel of the states convolves x itself, so that x is read once.
     """
-    slab = slab_of(shape)
+    zxbcdt, weights, plan, shape, halo = inputs
+    slab = _slab(shape)
     if not (plan.local_rows and isinstance(slab, SlabSm90) and slab.convolves(shape.conv_width)):
-        act = mixer_conv(zxbcdt, halo, weights, plan, shape, keep)
+        act = mixer_conv(inputs, keep)
         return act, *mixer_states(act, plan, shape)
-    act = _convolve(shape.d_inner, zxbcdt, halo, weights, plan, shape, keep)
-    states = _new_states(plan, shape)
-    name = shape.dtype.name
-    decays, run = plan.memoize(
-        ("conv states", shape), lambda: _states(slab.conv_states_kernel(name, shape.conv_width), slab, plan, shape)
-    )
+    act, states = _convolve(inputs, keep, shape.d_inner), _new_states(plan, shape)
+    decays, run = _states(plan, shape, True)
     x = zxbcdt[:, shape.d_inner : 2 * shape.d_inner]
-    run(_map(x, CHUNK + ROWS_BEFORE), _map(act.channels, CHUNK), halo, weights.conv_weight, weights.conv_bias,
+    run(boxes_of(x, CHUNK + ROWS_BEFORE), boxes_of(act.channels), halo, weights.conv_weight, weights.conv_bias,
         act.sums, act.leave, states)  # fmt: skip
     return act, states, decays
 
 
-def _convolve(
-    column: int, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
-) -> Activations:
-    """Convolve columns of x, B and C from `column` on, a multiple of CONV_COLUMNS; compute dt and its sums."""
-    made = _activations(plan, shape, keep)
-    run = plan.memoize(("conv", shape, column), lambda: _conv(column, plan, shape))
-    run(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias, plan.key_ranges, *made)
+def _convolve(inputs: Inputs, keep: bool, column: int) -> Activations:
+    """Convolve columns of x, B and C from `column` on, a multiple of CONV_COLUMNS; compute dt and its sums.
+
+    keep: into new arrays, not into buffers of the plan, which the next mixer overwrites.
+    """
+    zxbcdt, weights, plan, shape, halo = inputs
+    made = Activations(*[launch.empty(x.shape, x.dtype) if keep else plan.workspace.array(x)
+                         for x in mixer_activations(plan, shape)])
+    _conv(plan, shape, column)(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias,
+                               plan.key_ranges, *made)
     return made
 
 
-def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
-    """Return buffers of the plan, which the next mixer overwrites; keep: new arrays."""
-    declared = mixer_activations(plan, shape)
-    return Activations(*[launch.empty(x.shape, x.dtype) if keep else plan.workspace.array(x) for x in declared])
-
-
-def mixer_activations(plan: Plan, shape: MixerShape) -> list[Buffer]:
-    """Declare the results of mixer_conv."""
-    of_heads = shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK
-    return [Buffer("activations", (plan.local_rows, shape.channels), shape.dtype),
-            *[Buffer("activations", of_heads, FLOAT32, part) for part in Activations._fields[1:]]]
-
-
-def mixer_forward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
-    """Declare the work buffers of a forward; see reference.mixer_forward_buffers."""
-    made = [_last_rows(shape), _decays(plan, shape), _summary(shape)]
-    return made if plan.cp_size == 1 else [*made, _start(shape)]
-
-
-def _last_rows(shape: MixerShape) -> Buffer:
-    return Buffer("last rows", (shape.reach, shape.channels), shape.dtype)
-
-
-def _decays(plan: Plan, shape: MixerShape) -> Buffer:
-    return Buffer("decays", (_segments(plan), shape.num_heads), FLOAT32)
-
-
-def _summary(shape: MixerShape) -> Buffer:
-    return Buffer("summary", (1, shape.summary), FLOAT32)
-
-
-def _start(shape: MixerShape) -> Buffer:
-    return Buffer("state in front", shape.state, FLOAT32)
-
-
-def _conv(column: int, plan: Plan, shape: MixerShape) -> Launch:
-    num_rows = plan.local_rows
+@memoized
+def _conv(plan: Plan, shape: MixerShape, column: int) -> Launch:
     first, column_tiles = column // CONV_COLUMNS, -(-(shape.channels - column) // CONV_COLUMNS)
-    grid = grid_of_rows(column_tiles + -(-shape.num_heads // RATES_HEADS), -(-num_rows // CONV_ROWS))
-    fixed = np.int32(first), np.int32(column_tiles), size_of(plan, shape)
-    return Launch(compiler.kernel(*instance("thd_mixer_conv", shape.dtype.name, shape.conv_width)), grid, 256, fixed)
+    grid = grid_of_rows(column_tiles + -(-shape.num_heads // RATES_HEADS), -(-plan.local_rows // CONV_ROWS))
+    kernel = compiler.kernel(*instance("thd_mixer_conv", shape.dtype.name, shape.conv_width))
+    return Launch(kernel, grid, 256, (np.int32(first), np.int32(column_tiles), size_of(plan, shape)))
 
 
 def mixer_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
@@ -200,26 +208,27 @@ def mixer_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array
         states: (segments, num_heads, head_dim, state_dim) float32, a new array.
         decays: (segments, num_heads), a buffer of the plan.
     """
-    states, slab = _new_states(plan, shape), slab_of(shape)
-    name = shape.dtype.name
-    decays, run = plan.memoize(("states", shape), lambda: _states(slab.states_kernel(name), slab, plan, shape))
+    states = _new_states(plan, shape)
+    decays, run = _states(plan, shape, False)
     if len(states):
-        run(*_inputs(slab, (act.channels, shape.channels)), act.sums, act.leave, states)
+        run(boxes_of(act.channels) if _slab(shape).by_boxes else act.channels, act.sums, act.leave, states)
     return states, decays
 
 
-def _segments(plan: Plan) -> int:
-    return -(-plan.local_rows // mixer_segment_rows)
-
-
 def _new_states(plan: Plan, shape: MixerShape) -> Array:
-    return launch.empty((_segments(plan), *shape.state), np.float32)
+    return launch.empty((segments_of(plan), *shape.state), np.float32)
 
 
-def _states(kernel: Instance, slab: Slab | SlabSm90, plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
-    decays = plan.workspace.array(_decays(plan, shape))
+@memoized
+def _states(plan: Plan, shape: MixerShape, convolves: bool) -> tuple[Array, Launch]:
+    slab, dtype, decays = _slab(shape), shape.dtype.name, plan.workspace.array(_decays(plan, shape))
+    if convolves:
+        assert isinstance(slab, SlabSm90)
+        kernel = slab.conv_states_kernel(dtype, shape.conv_width)
+    else:
+        kernel = slab.states_kernel(dtype)
     fixed = plan.key_ranges, decays, np.int32(plan.cp_rank + 1 < plan.cp_size), size_of(plan, shape)
-    grid = shape.d_inner // slab.columns, _segments(plan)
+    grid = shape.d_inner // slab.columns, segments_of(plan)
     return decays, Launch(compiler.kernel(*kernel), grid, slab.states_threads, fixed)
 
 
@@ -253,24 +262,23 @@ def _walk(kernel: str, arrays: tuple[Array, ...], over: range, state: tuple[int,
     compiler.kernel(kernel)(grid, FOLD_THREADS, (*arrays, *map(np.int32, numbers)))
 
 
-def mixer_scan(
-    made: tuple[Array, Activations], states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
-    into: tuple[Array, Array],
-) -> None:
+def mixer_scan(inputs: Inputs, act: Activations, states: Array, segments: slice, y: Array, out: Array) -> None:
     """Compute y of some segments, and out = y * silu(z) if there is no norm. See reference.mixer_scan."""
-    (zxbcdt, act), reached = made, range(len(states))[segments]
-    if reached:
-        slab, run = plan.memoize(("scan", shape, reached.start, reached.stop), lambda: _scan(reached, plan, shape))
-        rows = (act.channels, shape.channels), (zxbcdt, shape.d_inner)
-        count = 1 if shape.norm else 2  # a norm reads z and writes out instead of the scan
-        run(*_inputs(slab, *rows[:count]), act.dt, act.sums, act.leave, states, d, *into[:count])
+    plan, shape, reached = inputs.plan, inputs.shape, range(len(states))[segments]
+    if not reached:
+        return
+    by_boxes, run = _scan(plan, shape, reached.start, reached.stop)
+    z = shape.parts(inputs.zxbcdt)[0]
+    rows, results = ([act.channels], [y]) if shape.norm else ([act.channels, z], [y, out])  # a norm writes out itself
+    run(*(map(boxes_of, rows) if by_boxes else rows), act.dt, act.sums, act.leave, states, inputs.weights.D, *results)
 
 
-def _scan(reached: range, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Launch]:
-    slab, count = slab_of(shape), len(reached)
+@memoized
+def _scan(plan: Plan, shape: MixerShape, first: int, end: int) -> tuple[bool, Launch]:
+    slab, count = _slab(shape), end - first
     slabs = shape.d_inner // slab.columns
     of_block = segments_of_block(count, slabs, launch.this_gpu().multiprocessors)
-    segments = np.array((reached.start, count, of_block), SEGMENTS)[()]
+    segments = np.array((first, count, of_block), SEGMENTS)[()]
     kernel = compiler.kernel(*slab.scan_kernel(shape.dtype.name, gates=shape.norm is None))
     fixed = segments, plan.key_ranges, size_of(plan, shape)
-    return slab, Launch(kernel, (slabs, -(-count // of_block)), slab.scan_threads, fixed)
+    return slab.by_boxes, Launch(kernel, (slabs, -(-count // of_block)), slab.scan_threads, fixed)

@@ -13,7 +13,7 @@ from thdattn.mamba.reference.conv import (
     mixer_tail,
 )  # fmt: skip
 from thdattn.mamba.reference.decode import mixer_decode, mixer_fill
-from thdattn.mamba.reference.gate import mixer_gate_states, mixer_norm, mixer_norm_states
+from thdattn.mamba.reference.gate import mixer_gate_states, mixer_norm
 from thdattn.mamba.reference.ssd import (
     mixer_backward_buffers,
     mixer_bwd,
@@ -27,29 +27,10 @@ from thdattn.mamba.reference.ssd import (
 )  # fmt: skip
 
 __all__ = [
-    "MIXER_SIZES",
-    "mixer_activations",
-    "mixer_add_halos",
-    "mixer_backward_buffers",
-    "mixer_bwd",
-    "mixer_conv",
-    "mixer_conv_bwd",
-    "mixer_conv_states",
-    "mixer_decode",
-    "mixer_enter",
-    "mixer_fill",
-    "mixer_fold",
-    "mixer_forward_buffers",
-    "mixer_gate_states",
-    "mixer_gradients",
-    "mixer_halo",
-    "mixer_norm",
-    "mixer_norm_states",
-    "mixer_scan",
-    "mixer_segment_rows",
-    "mixer_start",
-    "mixer_states",
-    "mixer_tail",
+    "MIXER_SIZES", "mixer_activations", "mixer_add_halos", "mixer_backward_buffers", "mixer_bwd", "mixer_conv",
+    "mixer_conv_bwd", "mixer_conv_states", "mixer_decode", "mixer_enter", "mixer_fill", "mixer_fold",
+    "mixer_forward_buffers", "mixer_gate_states", "mixer_gradients", "mixer_halo", "mixer_norm", "mixer_scan",
+    "mixer_segment_rows", "mixer_start", "mixer_states", "mixer_tail",
 ]  # fmt: skip
 
 MIXER_SIZES: dict[str, range] = {}  # all sizes

@@ -25,7 +25,7 @@ from thdattn.mamba.reference.ssd import (
     softplus,
     valid_rows,
 )  # fmt: skip
-from thdattn.mamba.shape import Activations, Mamba2Weights, MixerShape
+from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.rank_rows import rows_before
 from thdattn.plan.workspace import Buffer
@@ -66,19 +66,15 @@ def halo_rows(plan: Plan, shape: MixerShape) -> Array:
     return np.where(rows >= 0, shape.reach * (owner + 1) + row - num_rows, 0)
 
 
-def mixer_conv(
-    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool = False
-) -> Activations:
+def mixer_conv(inputs: Inputs, keep: bool = False) -> Activations:
     """Convolve x, B and C and apply silu; compute dt = softplus(dt + dt_bias).
 
     Args:
-        zxbcdt: (local_rows, columns).
-        halo: (reach, channels), from mixer_halo; on one rank anything.
         keep: True asks for results that the next call does not overwrite; NumPy's are always new.
     """
-    _, xbc, raw = shape.parts(zxbcdt)
-    valid = valid_rows(plan)
-    act = silu(_convolved(xbc, halo, weights, plan, shape))
+    zxbcdt, weights, plan, shape, _ = inputs
+    raw, valid = shape.parts(zxbcdt)[2], valid_rows(plan)
+    act = silu(_convolved(inputs))
     sharp = cleared(raw, valid, shape) + weights.dt_bias
     dt = np.where(valid, softplus(sharp), 0)
     return Activations(act.astype(shape.dtype), dt, chunk_sums(dt * -np.exp(weights.A_log), plan))
@@ -96,22 +92,17 @@ def mixer_forward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
     return []
 
 
-def mixer_conv_states(
-    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
-) -> tuple[Activations, Array, Array]:
+def mixer_conv_states(inputs: Inputs, keep: bool) -> tuple[Activations, Array, Array]:
     """Run mixer_conv, then mixer_states on its results; a GPU may fuse the two.
 
     Returns:
         act; then states and decays, see mixer_states.
     """
-    act = mixer_conv(zxbcdt, halo, weights, plan, shape, keep)
-    return act, *mixer_states(act, plan, shape)
+    act = mixer_conv(inputs, keep)
+    return act, *mixer_states(act, inputs.plan, inputs.shape)
 
 
-def mixer_conv_bwd(
-    zxbcdt: Array, halo: Array, weights: Mamba2Weights, gradients: Gradients, plan: Plan, shape: MixerShape,
-    dzxbcdt: Array,
-) -> tuple[Mamba2Weights, Array]:
+def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tuple[Mamba2Weights, Array]:
     """Compute the gradients of mixer_conv, into the columns of dzxbcdt after z, and of all weights.
 
     Args:
@@ -122,15 +113,14 @@ def mixer_conv_bwd(
         ends: (2, reach, channels) in the same dtype: the gradients of the halo, and of the last rows of x, B and C, as
             far as they come from this rank's rows.
     """
-    dchannels, ddt, partials, of_norm = gradients
-    _, xbc, raw = shape.parts(zxbcdt)
+    (zxbcdt, weights, plan, shape, _), (dchannels, ddt, partials, of_norm) = inputs, gradients
     _, dxbc, draw = shape.parts(dzxbcdt)
     valid, reach, num_rows = valid_rows(plan), shape.reach, len(zxbcdt)
-    slopes = slope(_convolved(xbc, halo, weights, plan, shape))
+    slopes = slope(_convolved(inputs))
     dpre = np.where(valid, dchannels.astype(slopes.dtype) * slopes, 0)
     extended = np.zeros((reach + num_rows, shape.channels), slopes.dtype)
     conv_weight = np.empty(weights.conv_weight.shape, slopes.dtype)
-    for tap, there, place, rows in _taps(xbc, halo, plan, shape):
+    for tap, there, place, rows in _taps(inputs):
         share = np.where(there, dpre * weights.conv_weight[:, tap], 0)
         if isinstance(place, slice):
             extended[place] += share
@@ -139,7 +129,7 @@ def mixer_conv_bwd(
         conv_weight[:, tap] = _sum_of_rows(dpre * rows)
     dxbc[...] = extended[reach:].astype(dxbc.dtype)
 
-    sharp = cleared(raw, valid, shape) + weights.dt_bias
+    sharp = cleared(shape.parts(zxbcdt)[2], valid, shape) + weights.dt_bias
     dsharp = np.where(valid, ddt * sigmoid(sharp), 0)
     draw[...] = dsharp.astype(draw.dtype)
     of_rates, of_d = _sum_of_rows(partials)
@@ -169,9 +159,7 @@ def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dz
     shape.parts(dzxbcdt)[1][num_rows - count :] = total[reach - count :].astype(dzxbcdt.dtype)
 
 
-def _taps(
-    xbc: Array, halo: Array, plan: Plan, shape: MixerShape
-) -> Iterator[tuple[int, Array, slice | Array, Array]]:
+def _taps(inputs: Inputs) -> Iterator[tuple[int, Array, slice | Array, Array]]:
     """Yield every column of conv_weight and, for all rows, the row of the sequence that it multiplies.
 
     Yields:
@@ -181,8 +169,9 @@ def _taps(
             there is none.
         rows: (local_rows, channels), its numbers; 0 where there is none.
     """
+    zxbcdt, _, plan, shape, halo = inputs
     first, rows = first_rows(plan)[:, None], np.arange(plan.local_rows)[:, None]
-    extended = np.concatenate([halo, xbc]).astype(shape.sum_dtype)
+    extended = np.concatenate([halo, shape.parts(zxbcdt)[1]]).astype(shape.sum_dtype)
     for tap in range(shape.conv_width):
         distance, place = shape.reach - tap, slice(tap, tap + len(rows))
         there = first <= rows - distance
@@ -193,10 +182,11 @@ def _taps(
         yield tap, there, place, np.where(there, extended[place], 0)
 
 
-def _convolved(xbc: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape) -> Array:
+def _convolved(inputs: Inputs) -> Array:
     """Return the convolution of x, B and C; 0 on padding."""
-    total = np.where(valid_rows(plan), weights.conv_bias, 0)
-    for tap, _, _, rows in _taps(xbc, halo, plan, shape):
+    weights = inputs.weights
+    total = np.where(valid_rows(inputs.plan), weights.conv_bias, 0)
+    for tap, _, _, rows in _taps(inputs):
         total += weights.conv_weight[:, tap] * rows
     return total
 

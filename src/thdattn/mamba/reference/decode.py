@@ -7,33 +7,30 @@ that tensor cores take from a pack.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.mamba.reference.gate import gated_norm
 from thdattn.mamba.reference.ssd import rounded, silu, softplus
-from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
-from thdattn.plan.plan import Plan
+from thdattn.mamba.shape import CHUNK, Activations, Inputs, Mamba2Weights, MixerShape
+
+if TYPE_CHECKING:
+    from thdattn.mamba.cache import Mamba2Cache
 
 Array = NDArray[Any]
 
 
-def mixer_decode(
-    zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, rows: Array, states: Array, active: Array, work: Array
-) -> Array:
-    """Decode one row of every active sequence.
+def mixer_decode(zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, cache: Mamba2Cache) -> Array:
+    """Decode one row of every active sequence, (num_texts, columns), whose rows and states in the cache change.
 
-    Args:
-        zxbcdt: (num_texts, columns).
-        rows, states: see Mamba2Cache; those of active sequences change.
-        active: (num_texts,) bool.
-        work: (num_texts, channels) float32 (float64), which gets x, B and C behind the convolution and silu.
+    cache.work gets x, B and C behind the convolution and silu.
 
     Returns:
         out: (num_texts, d_inner); 0 for sequences that are not active.
     """
+    rows, states, active, work = cache.rows, cache.states, cache.active, cache.work
     out = np.zeros((len(zxbcdt), shape.d_inner), zxbcdt.dtype)
     z, xbc, raw = (part[active] for part in shape.parts(zxbcdt))
     seen = np.concatenate([rows[active], xbc[:, None]], axis=1)
@@ -53,24 +50,17 @@ def mixer_decode(
     return out
 
 
-def mixer_fill(
-    act: Activations, zxbcdt: Array, segment_states: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
-    into: tuple[Array, Array],
-) -> None:
-    """Write the last rows and the final state of every sequence of a pack, on one rank.
+def mixer_fill(inputs: Inputs, act: Activations, segment_states: Array, cache: Mamba2Cache) -> None:
+    """Write the last rows and the final state of every sequence of a pack, on one rank; zeros for empty sequences.
 
     Args:
         act: from mixer_conv.
-        zxbcdt: (local_rows, columns).
         segment_states: the states in front of the segments of rows, as the forward kept them. That of a sequence's last
             segment, and the rows of the sequence in that segment, make the state behind.
-        into: rows (num_seqs, reach, channels) and states (num_seqs, num_heads, head_dim, state_dim); sequences without
-            a token get zeros.
     """
-    rows, states = into
+    zxbcdt, weights, plan, shape, _ = inputs
+    rows, states, xbc, batch = cache.rows, cache.states, shape.parts(zxbcdt)[1], plan.batch
     rows[...], states[...] = 0, 0
-    _, xbc, _ = shape.parts(zxbcdt)
-    batch = plan.batch
     for sequence, (begin, length) in enumerate(zip(batch.cu_seqlens_padded[:-1], batch.lengths, strict=True)):
         if length:
             count, end = min(shape.reach, length), begin + length

@@ -14,43 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.mamba.reference.ssd import (
-    Gradients,
-    cleared,
-    in_chunks,
-    mixer_dstates,
-    silu,
-    slope,
-    valid_rows,
-)
-from thdattn.mamba.shape import Activations, GatedNorm, Mamba2Weights, MixerShape
-from thdattn.plan.plan import Plan
+from thdattn.mamba.reference.ssd import Gradients, cleared, in_chunks, mixer_dstates, silu, slope, valid_rows
+from thdattn.mamba.shape import Activations, GatedNorm, Inputs
 
 Array = NDArray[Any]
-
-
-def mixer_gate_states(
-    dout: Array, zxbcdt: Array, made: tuple[Array, Activations], plan: Plan, shape: MixerShape,
-    into: tuple[Array, Gradients],
-) -> tuple[Array, Array, Array]:
-    """Compute the gradients of out = y * silu(z), then mixer_dstates of the gradient of y; a GPU may fuse the two.
-
-    Args:
-        made: y from mixer_scan, and the results of mixer_conv.
-        into: dzxbcdt, whose first columns get the gradient of z; gradients, from mixer_gradients, which get the partial
-            sums of dD, from dy before rounding.
-
-    Returns:
-        dy: dout * silu(z), (local_rows, d_inner) in the dtype of the mixer; then dstates and decays, see mixer_dstates.
-    """
-    (y, act), (dzxbcdt, gradients) = made, into
-    valid = valid_rows(plan)
-    z, dout = (cleared(x, valid, shape) for x in (shape.parts(zxbcdt)[0], dout))
-    shape.parts(dzxbcdt)[0][...] = (dout * y.astype(z.dtype) * slope(z)).astype(dzxbcdt.dtype)
-    dy = dout * silu(z)
-    gradients.partials[:, 1] = _partial_sum_of_d(dy, act, shape)
-    dy = dy.astype(shape.dtype)
-    return dy, *mixer_dstates(act, dy, plan, shape)
 
 
 def gated_norm(y: Array, z: Array, weight: Array, norm: GatedNorm) -> Array:
@@ -61,45 +28,53 @@ def gated_norm(y: Array, z: Array, weight: Array, norm: GatedNorm) -> Array:
     return normal if norm.after_gate else normal * gate
 
 
-def mixer_norm(y: Array, zxbcdt: Array, weight: Array, plan: Plan, shape: MixerShape, out: Array) -> None:
+def mixer_norm(inputs: Inputs, y: Array, out: Array) -> None:
     """Write out, (local_rows, d_inner), of y from mixer_scan and z; 0 on padding."""
+    zxbcdt, weights, plan, shape, _ = inputs
     assert shape.norm is not None
     valid = valid_rows(plan)
     y, z = (cleared(x, valid, shape) for x in (y, shape.parts(zxbcdt)[0]))
-    out[...] = np.where(valid, gated_norm(y, z, weight, shape.norm), 0).astype(out.dtype)
+    out[...] = np.where(valid, gated_norm(y, z, weights.norm_weight, shape.norm), 0).astype(out.dtype)
 
 
-def mixer_norm_states(
-    dout: Array, zxbcdt: Array, made: tuple[Array, Activations], weights: Mamba2Weights, plan: Plan,
-    shape: MixerShape, into: tuple[Array, Gradients],
+def mixer_gate_states(
+    inputs: Inputs, act: Activations, y: Array, dout: Array, dzxbcdt: Array, gradients: Gradients
 ) -> tuple[Array, Array, Array]:
-    """Compute the gradients of mixer_norm, then mixer_dstates of the gradient of y.
+    """Compute the gradients of gate and norm, then mixer_dstates of the gradient of y; a GPU may fuse the two.
 
     Args:
+        act: from mixer_conv.
+        y: from mixer_scan.
         dout: (local_rows, d_inner), gradient of out.
-        made: y from mixer_scan, and the results of mixer_conv.
-        into: dzxbcdt, whose first columns get the gradient of z; gradients, from mixer_gradients, which get the partial
-            sums of dnorm_weight, and of dD from dy before rounding.
+        dzxbcdt: its first columns get the gradient of z.
+        gradients: from mixer_gradients; they get the partial sums of dnorm_weight, and of dD from dy before rounding.
 
     Returns:
         dy: (local_rows, d_inner) in the dtype of the mixer, 0 on padding; then dstates and decays, see mixer_dstates.
     """
-    assert shape.norm is not None
-    (y, act), (dzxbcdt, gradients) = made, into
-    valid, norm = valid_rows(plan), shape.norm
+    zxbcdt, weights, plan, shape, _ = inputs
+    valid = valid_rows(plan)
     y, z, dout = (cleared(x, valid, shape) for x in (y, shape.parts(zxbcdt)[0], dout))
-    gate = silu(z)
-    x, passed = (y * gate, dout) if norm.after_gate else (y, dout * gate)
-    root = _inverse_root(x, norm)
-    normal, dnormal = x * root, passed * weights.norm_weight
-    dx = root * (dnormal - normal * _group_mean(dnormal * normal, norm))
-    dy, dgate = (dx * gate, dx * y) if norm.after_gate else (dx, dout * normal * weights.norm_weight)
-
+    dy, dgate = dout * silu(z), dout * y
+    if shape.norm:
+        dy, dgate, gradients.of_norm[...] = _norm_gradients(y, silu(z), dout, weights.norm_weight, shape.norm)
     shape.parts(dzxbcdt)[0][...] = (dgate * slope(z)).astype(dzxbcdt.dtype)
-    gradients.partials[:, 1] = _partial_sum_of_d(dy, act, shape)
-    gradients.of_norm[...] = in_chunks(passed * normal).sum(axis=1)
+    x = shape.split(act.channels)[0].astype(dy.dtype)
+    gradients.partials[:, 1] = in_chunks((dy.reshape(x.shape) * x).sum(axis=2)).sum(axis=1)
     dy = dy.astype(shape.dtype)
     return dy, *mixer_dstates(act, dy, plan, shape)
+
+
+def _norm_gradients(
+    y: Array, gate: Array, dout: Array, weight: Array, norm: GatedNorm
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of y and of the gate, and the partial sums of dnorm_weight by segment."""
+    x, passed = (y * gate, dout) if norm.after_gate else (y, dout * gate)
+    root = _inverse_root(x, norm)
+    normal, dnormal = x * root, passed * weight
+    dx = root * (dnormal - normal * _group_mean(dnormal * normal, norm))
+    dy, dgate = (dx * gate, dx * y) if norm.after_gate else (dx, dout * normal * weight)
+    return dy, dgate, in_chunks(passed * normal).sum(axis=1)
 
 
 def _inverse_root(x: Array, norm: GatedNorm) -> Array:
@@ -112,10 +87,3 @@ def _group_mean(x: Array, norm: GatedNorm) -> Array:
     """Return the mean over each number's group of columns, in the shape of x."""
     groups = x.reshape(len(x), norm.groups, x.shape[1] // norm.groups)
     return np.repeat(groups.mean(axis=2), groups.shape[2], axis=1)
-
-
-def _partial_sum_of_d(dy: Array, act: Activations, shape: MixerShape) -> Array:
-    """Return (segments, num_heads), the partial sums of dD by segment, from dy before it is rounded."""
-    x = shape.split(act.channels)[0].astype(dy.dtype)
-    partial: Array = in_chunks((dy.reshape(x.shape) * x).sum(axis=2)).sum(axis=1)
-    return partial

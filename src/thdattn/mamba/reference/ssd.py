@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
+from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
 from thdattn.trees import Trees
@@ -236,26 +236,21 @@ def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, rev
         start = _times(decays[segment], start)
 
 
-def mixer_scan(
-    made: tuple[Array, Activations], states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
-    into: tuple[Array, Array],
-) -> None:
+def mixer_scan(inputs: Inputs, act: Activations, states: Array, segments: slice, y: Array, out: Array) -> None:
     """Compute y of some segments, and out = y * silu(z), which mixer_norm computes if the mixer has a norm.
 
     Args:
-        made: zxbcdt, (local_rows, columns), of which it reads z; the results of mixer_conv.
+        act: from mixer_conv.
         states: in front of each segment, from mixer_fold and mixer_enter.
-        d: the weights D.
-        segments: which ones.
-        into: y and out, (local_rows, d_inner) in the dtype of the mixer. Rows of these segments are written; out is 0
-            on padding, and unchanged if the mixer has a norm.
+        y, out: (local_rows, d_inner) in the dtype of the mixer. Rows of these segments are written; out is 0 on
+            padding, and unchanged if the mixer has a norm.
     """
-    (zxbcdt, act), (y, out) = made, into
-    z, valid = shape.parts(zxbcdt)[0], valid_rows(plan)
+    zxbcdt, weights, plan, shape, _ = inputs
+    z, valid, d = shape.parts(zxbcdt)[0], valid_rows(plan), weights.D
     for here, chunks in _blocks(act, plan, shape, segments):
-        weights = _products(chunks, shape) * chunks.decay * chunks.dt[:, :, None]
+        of_pairs = _products(chunks, shape) * chunks.decay * chunks.dt[:, :, None]
         of_state = _per_head(chunks.c, shape) @ rounded(states[here], shape).swapaxes(2, 3)
-        result = rounded(weights, shape) @ chunks.x + _times(chunks.enter, of_state) + d[:, None, None] * chunks.x
+        result = rounded(of_pairs, shape) @ chunks.x + _times(chunks.enter, of_state) + d[:, None, None] * chunks.x
         rows = _rows_of(here, len(y))
         result = _in_rows(result, len(y[rows]))
         y[rows] = result.astype(y.dtype)
@@ -280,22 +275,21 @@ def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
 
 
 def mixer_bwd(
-    made: tuple[Activations, Array], states: tuple[Array, Array], weights: Mamba2Weights, plan: Plan,
-    shape: MixerShape, segments: slice, into: Gradients,
+    inputs: Inputs, act: Activations, dy: Array, states: Array, dstates: Array, segments: slice, gradients: Gradients
 ) -> None:
     """Compute the gradients of mixer_scan for some segments.
 
     Args:
-        made: the results of mixer_conv; dy, (local_rows, d_inner), gradient of y, 0 on padding.
-        states: the states in front of each segment; gradients of the states behind each segment.
-        segments: which ones.
-        into: from mixer_gradients; it gets the rows of these segments, and the partial sums of dA.
+        act: from mixer_conv.
+        dy: (local_rows, d_inner), gradient of y, 0 on padding.
+        states, dstates: the states in front of each segment; gradients of the states behind each segment.
+        gradients: from mixer_gradients; it gets the rows of these segments, and the partial sums of dA.
     """
-    (act, dy), (before, behind), (dchannels, ddt, partials, _) = made, states, into
+    (_, weights, plan, shape, _), (dchannels, ddt, partials, _) = inputs, gradients
     rates = -np.exp(weights.A_log)
     for here, chunks in _blocks(act, plan, shape, segments):
         dout = _by_head(dy, here, shape)
-        dx, db, dc, ddt_alone, da = _chunk_gradients(chunks, dout, before[here], behind[here], weights.D, shape)
+        dx, db, dc, ddt_alone, da = _chunk_gradients(chunks, dout, states[here], dstates[here], weights.D, shape)
         rows = _rows_of(here, len(ddt))
         num_rows = len(ddt[rows])
         dchannels[rows] = np.concatenate([_in_rows(x, num_rows) for x in (dx, db, dc)], axis=1).astype(dchannels.dtype)
