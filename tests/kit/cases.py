@@ -197,6 +197,11 @@ on_all_kernels = pytest.mark.parametrize("engine", [
     "reference", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "portable"))], indirect=True)
 
 
+def gpu_only(test: Callable[..., Any]) -> Any:
+    """Mark a test that needs a GPU, whose allocations all start as NaN, or -1."""
+    return pytest.mark.gpu(pytest.mark.usefixtures("poisoned_gpu")(test))
+
+
 def assert_same_bits(one: Outcome, *others: Outcome) -> None:
     """Assert that outcomes are the same bit by bit."""
     for other in others:

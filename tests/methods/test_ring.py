@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,20 +11,31 @@ import pytest
 from cases import (
     BFLOAT16,
     CASES,
+    DIMS,
     FIELDS,
     SMALL,
     assemble,
     check,
+    gpu_only,
     local_rows,
     offsets,
     on_engines,
     random_inputs,
     run,
+    to_host,
 )
 
 import thdattn
 from thdattn import oracle
-from thdattn.engines import AttentionOptions, BackwardInputs, ForwardInputs, ForwardOutputs, reference
+from thdattn.engines import (
+    AttentionOptions,
+    BackwardInputs,
+    BackwardOutputs,
+    ForwardInputs,
+    ForwardOutputs,
+    reference,
+)
+from thdattn.kernels.configs import TILES
 from thdattn.methods import p2p
 from thdattn.methods.base import MethodOptions
 from thdattn.plan.memory import Layer
@@ -209,3 +221,83 @@ def test_a_ring_of_eight_takes_a_third_of_the_all_gather():
 
     for gathered, ring in thdattn.comm.run_local(8, program):
         assert ring.work < gathered.work / 3
+
+
+# --- on a GPU alone --------------------------------------------------------------------------------------------
+
+
+@gpu_only
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_engine_merges_with_what_is_there(cupy, dims, deterministic):
+    """Other keys gave each row something known: what these keys give is what the call alone gives, by their shares."""
+    cuda = importlib.import_module("thdattn.engines.cuda")
+    case = replace(DIMS[0], dims=dims)
+    attention = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
+    plan = attention.plan(case.batch(1))
+    rows, heads, kv_heads = plan.local_rows, *case.heads
+    draw = np.random.default_rng(5)
+
+    def random(*shape):
+        return cupy.asarray(draw.standard_normal(shape).astype(BFLOAT16))
+
+    q, k, v, dout = (random(rows, n, width) for n, width in zip(
+        (heads, kv_heads, kv_heads, heads), (*dims[:1] * 2, *dims[1:] * 2), strict=True))
+    options = AttentionOptions(0.1, deterministic=deterministic)
+    alone, lse, _ = cuda.attn_fwd(ForwardInputs(q, k, v, plan), options)
+    others, others_lse = draw.standard_normal(alone.shape), 3 * draw.standard_normal(lse.shape)
+    others[::3], others_lse[:, ::3] = 0, -np.inf  # those that have seen nothing yet
+    into = cupy.asarray(others.astype(np.float32)), cupy.asarray(others_lse.astype(np.float32))
+    cuda.attn_fwd(ForwardInputs(q, k, v, plan), options, ForwardOutputs(into, accumulate=True))
+    mine, mine_lse = to_host(alone).astype(np.float64), to_host(lse).astype(np.float64)
+    both = np.logaddexp(mine_lse, others_lse)
+    with np.errstate(invalid="ignore"):
+        parts = [np.nan_to_num(np.exp(x_lse - both)).T[..., None] * x
+                 for x_lse, x in ((mine_lse, mine), (others_lse, others))]  # fmt: skip
+    np.testing.assert_allclose(to_host(into[1]), both, rtol=1e-5, atol=1e-5)
+    rounded = 2**-8 * np.abs(parts[0])  # alone was, to bfloat16
+    assert (np.abs(to_host(into[0]) - sum(parts)) <= rounded + 1e-5 * (1 + np.abs(others))).all()
+    assert (np.isneginf(both).any(), (~np.isneginf(mine_lse) & np.isneginf(others_lse)).any()) == (True, True)
+
+    inputs = BackwardInputs(dout, q, k, v, alone, lse, plan)
+    dq = cuda.attn_bwd(inputs, options, BackwardOutputs(FLOAT32))[0].copy()
+    start = cupy.asarray(draw.standard_normal(q.shape).astype(np.float32))
+    added = start.copy()
+    partials = [cupy.empty(x.shape, np.float32) for x in (k, v)]
+    cuda.attn_bwd(inputs, options, BackwardOutputs(FLOAT32, added, partials, accumulate=True))
+    dq = to_host(dq).astype(np.float64)
+    np.testing.assert_allclose(to_host(added), to_host(start) + dq, rtol=0, atol=2**-8 * np.abs(dq).max() + 1e-6)
+    unseen = (to_host(plan.key_ranges)[:, 0] >= to_host(plan.key_ranges)[:, 1])
+    assert unseen.any() and to_host(added)[unseen].tobytes() == to_host(start)[unseen].tobytes()
+
+
+@gpu_only
+def test_slices_follow_lengths_on_the_gpu(cupy):
+    lengths = cupy.asarray([0, 40, 48, 64], np.int32)
+    batch, later = thdattn.PackedBatch(lengths, total_rows=64), [0, 8, 48, 56]
+    draw = np.random.default_rng(0)
+    q, k, v = (cupy.asarray(draw.standard_normal((32, heads, 64)).astype(BFLOAT16)) for heads in (4, 2, 2))
+
+    def program(comm):
+        attention = thdattn.CPAttention(comm, 4, 64, 2, engine="cuda", cp_comm_type="p2p")
+        plan = attention.plan(batch)
+        attention.forward(q, k, v, plan)
+        cupy.cuda.get_current_stream().synchronize()
+        comm.barrier()
+        if comm.rank == 0:
+            lengths[...] = cupy.asarray(later, np.int32)
+        comm.barrier()
+        plan.refresh()
+        wanted = attention.plan(thdattn.PackedBatch(later, total_rows=64))
+        return [to_host(attention.forward(q, k, v, each)[0]).tobytes() for each in (plan, wanted)]
+
+    for refreshed, wanted in thdattn.comm.run_local(2, program):
+        assert refreshed == wanted
+
+
+@gpu_only
+def test_rounding_is_that_of_numpy(cupy):
+    cuda = importlib.import_module("thdattn.engines.cuda")
+    x = np.random.default_rng(0).standard_normal((37, 3, 8)).astype(np.float32)
+    for dtype in (FLOAT16, BFLOAT16):
+        assert to_host(cuda.rounded(cupy.asarray(x), dtype)).tobytes() == x.astype(dtype).tobytes()
