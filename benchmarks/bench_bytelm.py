@@ -39,7 +39,7 @@ from data import Document, Packing, Position
 from grid import Grid
 from passes import WAYS
 from sizes import SIZES
-from train import RECIPES, add_method_arguments, choose_method, grid_of
+from train import RECIPES, add_method_arguments, choose_method, make_grid
 from trainer import StepResult, Trainer
 
 import thdattn
@@ -91,7 +91,7 @@ def configurations(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
     """Measure one configuration."""
-    grid = grid_of(comm, args, SIZES[args.size])
+    grid = make_grid(comm, args, SIZES[args.size])
     packing = Packing.of(args.tokens or RECIPES[args.size].tokens, grid.cp.size, args.sharding)
     training, _ = data.split(data.find_documents())
     graphs = with_maximum(args.graphs, args.maximum, training, packing)
@@ -108,7 +108,7 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
                 results[-2].numbers()  # the host stays one step ahead, as in train.py
         results[-1].numbers()
 
-    with closing(data.prepared(dealt)) as coming, trainer.graphs:
+    with closing(data.prefetch(dealt)) as coming, trainer.graphs:
         steps(args.warm_up + args.steps)
         timed = results[args.warm_up :]
         num_bytes = trainer.xp.get_default_memory_pool().total_bytes() + trainer.graphs.num_bytes

@@ -42,7 +42,7 @@ SAMPLE_SCORES = 2**27  # heads * rows * keys that are computed again in float64:
 
 @dataclass
 class Run:
-    """What every function below needs: the ranks, the attention, the pack, and the options."""
+    """State that every function below needs: the ranks, the attention, the pack, and the options."""
 
     args: argparse.Namespace
     comm: thdattn.comm.Comm
@@ -51,7 +51,7 @@ class Run:
     xp: Any  # NumPy or CuPy, whichever the engine computes with
 
     def total(self, numbers: Sequence[int]) -> np.ndarray:
-        """(cp_size, len(numbers)): what every rank passed."""
+        """Return the numbers that every rank passed, (cp_size, len(numbers))."""
         send = self.xp.asarray([numbers], np.int64)
         recv = self.xp.empty((self.comm.size, len(numbers)), np.int64)
         self.comm.all_gather(send, recv)
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def program(comm: thdattn.comm.Comm) -> int:
-    """Runs the ranks: those that mpiexec has started, or simulated ones."""
+    """Run the ranks: those that mpiexec has started, or simulated ones."""
     with command_line.together(comm):
         args = parse_arguments()
         engine, args.why = choose_engine("auto", comm)
@@ -81,7 +81,7 @@ def program(comm: thdattn.comm.Comm) -> int:
 
 
 def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
-    """One rank's whole program; every rank runs it. Returns whether the results are right."""
+    """Run the whole program of one rank, and return whether the results are right. Every rank calls it."""
     with command_line.together(comm):  # options that do not fit are an error of the user, on all ranks alike
         names, tokens, batch = pack(args.tokens, args.seed, 2 * comm.size)
         attn = thdattn.CPAttention(
@@ -116,9 +116,9 @@ def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
 
 
 def pack(budget: int, seed: int, multiple: int) -> tuple[list[str], np.ndarray, thdattn.PackedBatch]:
-    """Names, bytes in packed order, and lengths of documents.
+    """Choose documents, and return their names, their bytes in packed order, and their lengths.
 
-    In random order, every file that still fits; none of more than a quarter of the budget, so that there are several.
+    Files come in random order. One is taken if it still fits, and is no more than a quarter of the budget.
 
     Raises:
         ValueError: none fits.
@@ -140,7 +140,7 @@ def pack(budget: int, seed: int, multiple: int) -> tuple[list[str], np.ndarray, 
 
 
 def embed(this: Run, tokens: np.ndarray) -> list[Any]:
-    """q, k, v, dout of this rank's rows: byte and position vectors, through one fixed random projection each.
+    """Return q, k, v, dout of this rank's rows: vectors of bytes and positions, each by a fixed random projection.
 
     A model would do the same with its weights. Padding gets NaN on purpose: nothing may ever notice it.
     """
@@ -160,7 +160,7 @@ def embed(this: Run, tokens: np.ndarray) -> list[Any]:
 
 
 def timed(this: Run, call: Callable[[], Any], progress: report.Progress, what: str) -> tuple[Any, tuple[float, float]]:
-    """The result of a call, and its seconds: the first time (kernels are compiled then), and the median after that."""
+    """Return the result of a call, and seconds: of the first call, which compiles kernels, and the median of others."""
     seconds = []
     for number in range(1 + this.args.repeats):
         progress.step = f"{what}, call {number + 1} of {1 + this.args.repeats}"
@@ -193,7 +193,7 @@ def check(this: Run, inputs: dict[str, Any], results: dict[str, Any]) -> report.
 
 
 def choose_sample(lengths: np.ndarray, scores: int, seed: int) -> np.ndarray:
-    """Random documents with at most so many query-key pairs together; at least the shortest."""
+    """Choose random documents with at most so many query-key pairs together, or the shortest one."""
     chosen = []
     for document in random.Random(seed).sample(range(len(lengths)), len(lengths)):
         if int(lengths[document]) ** 2 <= scores:
@@ -203,7 +203,7 @@ def choose_sample(lengths: np.ndarray, scores: int, seed: int) -> np.ndarray:
 
 
 def rows_of_all_ranks(this: Run, x: Any, rows: np.ndarray) -> np.ndarray:
-    """Some rows of an array that is spread over the ranks, on the host of every rank, in the array's dtype.
+    """Return some rows of an array that is spread over the ranks, on the host of every rank, in the array's dtype.
 
     Every rank puts in the rows that it owns and leaves the others 0, so the sum over ranks is exact.
     """

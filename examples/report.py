@@ -1,4 +1,4 @@
-"""What packed_documents.py prints and draws; nothing here is needed to use thdattn."""
+"""Output and picture of packed_documents.py; nothing here is needed to use thdattn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thdattn.oracle import Verdict
 
 BAR_WIDTH = 24
 
-# Of the picture. Colours that stay apart for colour-blind readers: Paul Tol's "bright" and "light" schemes.
+# The colours of the picture stay apart for colour-blind readers: Paul Tol's "bright" and "light" schemes.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99")
 PADDING = "#bbbbbb"
 MOST_BARS = 16
@@ -27,7 +27,10 @@ FEW_ROWS = 90  # of the enlarged part, at least
 
 @dataclass
 class Verdicts:
-    """errors: per result, on rank 0 only; not_zero: of padding, how many."""
+    """Verdicts on all results.
+
+    errors: of each result, on rank 0 alone. not_zero: how many numbers of the padding are not 0.
+    """
 
     documents: int
     tokens: int
@@ -40,7 +43,7 @@ class Verdicts:
 
 
 class Progress:
-    """A line on stderr that says what the program is doing, once it has been doing so for two seconds."""
+    """Line on stderr that says what the program does, once it has run for two seconds."""
 
     def __init__(self, shown: bool) -> None:
         self.step = ""
@@ -82,7 +85,7 @@ def print_pack(batch: thdattn.PackedBatch) -> None:
 
 
 def print_work(comm: thdattn.comm.Comm, sharding: thdattn.Sharding, work: np.ndarray) -> None:
-    """work: (cp_size, 2), rows and visible pairs of every rank."""
+    """Print the rows and visible pairs of every rank, work (cp_size, 2)."""
     where = "simulated in this process" if comm.name == "local" else f"processes, backend {comm.name!r}"
     print(f"\nThe work of {comm.size} ranks ({where}), sharding {sharding.strategy!r}")
     print("  rank      rows   query-key pairs    share")
@@ -124,7 +127,7 @@ def print_verdicts(verdicts: Verdicts) -> None:
 
 
 def draw(path: Path, sharding: thdattn.Sharding, attn: thdattn.CPAttention, names: list[str]) -> None:
-    """Save a picture: who owns which row of which document, and the mask with every rank's query rows coloured."""
+    """Draw which rank owns which row of which document, and the mask with every rank's query rows coloured."""
     from matplotlib.figure import Figure
 
     batch = sharding.batch
@@ -154,7 +157,7 @@ def draw(path: Path, sharding: thdattn.Sharding, attn: thdattn.CPAttention, name
 
 
 def _draw_documents(axes: Any, sharding: thdattn.Sharding, owner: np.ndarray, names: list[str]) -> None:
-    """One bar per document, the longest on top."""
+    """Draw one bar per document, the longest on top."""
     batch = sharding.batch
     starts, lengths = batch.cu_seqlens_padded, batch.lengths
     longest = np.argsort(-lengths, kind="stable")[:MOST_BARS]
@@ -174,7 +177,7 @@ def _draw_documents(axes: Any, sharding: thdattn.Sharding, owner: np.ndarray, na
 
 
 def _draw_mask(axes: Any, owner: np.ndarray, plan: thdattn.Plan, begin: int, end: int) -> None:
-    """Query rows down, key rows across; a pixel is coloured where the row at its middle sees the key at its middle."""
+    """Draw query rows down and key rows across. A pixel is coloured if the row at its middle sees the key there."""
     pixels = min(MOST_PIXELS, end - begin)
     rows = begin + ((np.arange(pixels) + 0.5) * (end - begin) / pixels).astype(int)
     seen = (plan.key_ranges[rows, :1] <= rows) & (rows < plan.key_ranges[rows, 1:])
@@ -192,7 +195,7 @@ def _draw_mask(axes: Any, owner: np.ndarray, plan: thdattn.Plan, begin: int, end
 
 
 def _few_rows(batch: thdattn.PackedBatch) -> tuple[int, int]:
-    """The shortest stretch of FEW_ROWS or more that is made of neighbouring documents: single rows can be seen."""
+    """Return the bounds of the shortest stretch of whole documents with FEW_ROWS or more: single rows can be seen."""
     starts = batch.cu_seqlens_padded.tolist()
     stretches = [(end - start, start, end) for start in starts for end in starts if end - start >= FEW_ROWS]
     _, begin, end = min(stretches, default=(0, 0, batch.total_rows))
@@ -200,7 +203,7 @@ def _few_rows(batch: thdattn.PackedBatch) -> tuple[int, int]:
 
 
 def _tail(name: str) -> str:
-    """A file name with as many of its folders as fit."""
+    """Return a file name with as many of its folders as fit."""
     while len(name) > 30 and "/" in name.removeprefix("…/"):
         name = f"…/{name.removeprefix('…/').split('/', 1)[1]}"
     return name

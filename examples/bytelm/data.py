@@ -387,7 +387,7 @@ def micro_batches(
         epoch, first = epoch + 1, 0
 
 
-def evened(
+def balance_groups(
     batches: Iterator[MicroBatch], packing: Packing, work: Callable[[NDArray[np.int64]], NDArray[np.float64]],
     groups: int, accumulate: int,
 ) -> Iterator[MicroBatch]:
@@ -400,7 +400,7 @@ def evened(
         groups: groups of ranks, which take turns.
         accumulate: micro-batches of a group per step.
     """
-    for step in grouped(batches, groups * accumulate):
+    for step in chunks(batches, groups * accumulate):
         pieces = [piece for batch in step for piece in batch.pieces]
         lengths = np.array([piece.end - piece.begin for piece in pieces], np.int64)
         try:
@@ -415,7 +415,7 @@ def evened(
             yield MicroBatch.of([pieces[index] for index in indices], packing, batch.after)
 
 
-def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
+def chunks(items: Iterator[T], size: int) -> Iterator[list[T]]:
     """Yield the items in lists of `size`; the last may be shorter."""
     while group := list(islice(items, size)):
         yield group
@@ -429,14 +429,14 @@ def steps(
 
     Once stopped() is True, they come unprepared, as the run ends without them.
     """
-    for step in grouped(batches, size):
+    for step in chunks(batches, size):
         for batch in step[mine]:
             if not stopped():
                 prepare(batch)
         yield step
 
 
-def prepared(items: Iterator[T]) -> Generator[T, None, None]:
+def prefetch(items: Iterator[T]) -> Generator[T, None, None]:
     """Yield the items; a thread makes the next one while the caller works.
 
     The caller gets an error of the thread. Close the iterator (contextlib.closing) to end the thread.

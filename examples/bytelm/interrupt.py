@@ -62,8 +62,8 @@ class Interrupt:
             os.write(2, f"\n{text}\n".encode())  # not by sys.stderr, whose lock the main thread may hold
 
 
-class Asked(Protocol):
-    """Interrupt, or a substitute for tests."""
+class Listener(Protocol):
+    """Listener for requests to end: an Interrupt, or a substitute for tests."""
 
     requested: bool
 
@@ -87,7 +87,7 @@ class Stop:
         wanted: True once this rank knows that the run ends; any thread may read it.
     """
 
-    def __init__(self, comm: Comm, interrupt: Asked, clock: Clock) -> None:
+    def __init__(self, comm: Comm, interrupt: Listener, clock: Clock) -> None:
         self._comm, self._interrupt, self._clock = comm, interrupt, clock
         self._last = clock.mark()
         self._agreed = False

@@ -115,7 +115,7 @@ def _vectors(c: Config) -> Shapes:
     return shapes
 
 
-def work_of(c: Config, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+def forward_flops(c: Config, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the operations of a forward over documents of these lengths: matrices, and attention's visible pairs."""
     rows = lengths.astype(np.float64)
     total = 2 * rows * sum(math.prod(shape) for name, shape in _matrices(c).items() if name != "embedding")

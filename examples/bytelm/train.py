@@ -25,7 +25,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -43,9 +43,9 @@ from checkpoint import Checkpoint
 from command_line import positive, whole
 from data import Packing, Position
 from grid import Grid, most_neighbours
-from interrupt import Asked, Interrupt, Stop, Stopped
+from interrupt import Interrupt, Listener, Stop, Stopped
 from progress import Progress
-from sizes import SIZES, Config, work_of
+from sizes import SIZES, Config, forward_flops
 from trainer import NATS_PER_BIT, StepResult, Trainer
 
 import thdattn
@@ -208,7 +208,7 @@ class Run(NamedTuple):
     reporter: Reporter
     training: Sequence[data.Document]
     packing: Packing
-    held_back: Sequence[data.MicroBatch]
+    validation: Sequence[data.MicroBatch]
     settings: dict[str, Any]
     saved: Checkpoint | None
 
@@ -217,12 +217,12 @@ def begin(comm: thdattn.comm.Comm, args: argparse.Namespace) -> Run:
     """Find documents and checkpoint and make the model; what fails on one rank fails here, on all."""
     config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
     with command_line.together(comm):
-        grid = grid_of(comm, args, config)
+        grid = make_grid(comm, args, config)
     with command_line.together(comm):
         documents = data.find_dialogues(args.data) if args.mask_prompt else data.find_documents(args.data)
-        training, validation = data.split(documents)
+        training, held_back = data.split(documents)
         packing = Packing.of(args.tokens, grid.cp.size, args.sharding, args.longest)
-        held_back = data.validation_batches(validation, packing, args.val_bytes)
+        validation = data.validation_batches(held_back, packing, args.val_bytes)
         settings = settings_of(args, grid, packing, documents, choose_engine(args.engine, comm)[0].name)
         saved = saved_run(args, settings)
         if comm.rank == 0:
@@ -235,60 +235,70 @@ def begin(comm: thdattn.comm.Comm, args: argparse.Namespace) -> Run:
         if saved:
             trainer.restore(saved)
     reporter.introduce(documents, packing, saved.step if saved else 0)
-    return Run(trainer, reporter, training, packing, held_back, settings, saved)
+    return Run(trainer, reporter, training, packing, validation, settings, saved)
 
 
-def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Asked) -> None:
+def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Listener) -> None:
     """Run the whole program of one rank."""
-    trainer, reporter, training, packing, held_back, settings, saved = begin(comm, args)
-    grid, (step, position) = trainer.grid, (saved.step, saved.position) if saved else (0, Position(0, 0))
-    stop = Stop(comm, interrupt, trainer.clock)
-    batches_to_come = data.micro_batches(training, packing, args.seed, position)
-    if grid.num_groups > 1:
-        batches_to_come = data.evened(batches_to_come, packing, partial(work_of, trainer.model.config),
-                                      grid.num_groups, args.accumulate)  # fmt: skip
-    steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare,
-                       lambda: stop.wanted)  # fmt: skip
-    validates = not (saved and saved.validated)  # a run that stopped before a validation makes it now
-    saves, stopped = validates and saved is not None, False
-    unread: StepResult | None = None  # read a step later, while the GPU computes the next one
+    run = begin(comm, args)
+    trainer, reporter, saved = run.trainer, run.reporter, run.saved
+    step, position = (saved.step, saved.position) if saved else (0, Position(0, 0))
+    stop, stopped = Stop(comm, interrupt, trainer.clock), False
+    must_validate = not (saved and saved.validated)  # a run that stopped before a validation makes it now
+    must_save = must_validate and saved is not None
+    unread: StepResult | None = None  # result of the last step, read while the GPU computes the next one
+
+    def report() -> None:
+        nonlocal unread
+        if unread is not None:
+            reporter.step(step, unread)
+        unread = None
 
     def save() -> None:
         if args.checkpoint and comm.rank == 0:
-            checkpoint.save(args.checkpoint, trainer.state(step, position, settings, not validates))
+            checkpoint.save(args.checkpoint, trainer.state(step, position, run.settings, not must_validate))
 
     trainer.pause()
-    with closing(data.prepared(steps)) as coming:
+    with closing(data.prefetch(steps_to_come(run, args, position, stop))) as coming:
         try:
             while True:
-                if validates or saves:
-                    if unread is not None:
-                        reporter.step(step, unread)
-                        unread = None
-                    if validates:
-                        reporter.validation(step, trainer.bits_per_byte(held_back, stop))
-                        validates = False
-                    if saves:
+                if must_validate or must_save:
+                    report()
+                    if must_validate:
+                        reporter.validation(step, trainer.bits_per_byte(run.validation, stop))
+                        must_validate = False
+                    if must_save:
                         save()
                     trainer.pause()
                 if step == args.steps:
                     break
                 batches = next(coming)
                 result = trainer.step(batches, learning_rate(step, args), stop)
-                if unread is not None:
-                    reporter.step(step, unread)
+                report()  # of the step before
                 step, position, unread = step + 1, batches[-1].after, result
-                validates, saves = (step == args.steps or step % every == 0
-                                    for every in (args.val_every, args.save_every))
+                must_validate, must_save = (step == args.steps or step % every == 0
+                                            for every in (args.val_every, args.save_every))  # fmt: skip
         except Stopped:
             stopped = True
-            if unread is not None:
-                reporter.step(step, unread)
+            report()
             save()
     reporter.finish(step, stopped)
 
 
-def grid_of(comm: thdattn.comm.Comm, args: argparse.Namespace, config: Config) -> Grid:
+def steps_to_come(
+    run: Run, args: argparse.Namespace, position: Position, stop: Stop
+) -> Iterator[list[data.MicroBatch]]:
+    """Return the micro-batches of all groups for every step from a position on; groups get equal work."""
+    trainer, grid = run.trainer, run.trainer.grid
+    batches = data.micro_batches(run.training, run.packing, args.seed, position)
+    if grid.num_groups > 1:
+        work = partial(forward_flops, trainer.model.config)
+        batches = data.balance_groups(batches, run.packing, work, grid.num_groups, args.accumulate)
+    size = args.accumulate * grid.num_groups
+    return data.steps(batches, size, grid.mine, trainer.passes.prepare, lambda: stop.wanted)
+
+
+def make_grid(comm: thdattn.comm.Comm, args: argparse.Namespace, config: Config) -> Grid:
     """Return the ranks in groups of --cp, on two levels if --cp-comm-type has a "+"; see Grid.of."""
     if "+" not in args.cp_comm_type:
         if args.cp_inner is not None:

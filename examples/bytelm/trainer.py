@@ -97,7 +97,7 @@ class Trainer:
         """
         total, grid = self.xp.zeros(1, np.float32), self.grid
         num_bytes = max(1, sum(batch.num_bytes for batch in batches))
-        for dealt in data.grouped(iter(batches), grid.num_groups):
+        for dealt in data.chunks(iter(batches), grid.num_groups):
             check()
             missing = grid.num_groups - len(dealt)
             loss = self.passes.loss([*dealt, *dealt[:1] * missing], num_bytes)

@@ -238,10 +238,10 @@ def test_groups_get_even_work_and_steps_keep_their_documents(tmp_path):
         return max(work) / np.mean(work)
 
     before = list(itertools.islice(data.micro_batches(documents, packing, 0, Position(0, 0)), 43))
-    after = list(data.evened(iter(before), packing, lambda lengths: lengths**2.0, groups=2, accumulate=4))
+    after = list(data.balance_groups(iter(before), packing, lambda lengths: lengths**2.0, groups=2, accumulate=4))
     assert [batch.after for batch in after] == [batch.after for batch in before]
     assert all(batch.batch.total_rows == 512 and len(batch.pieces) for batch in after)
-    steps = list(zip(data.grouped(iter(before), 8), data.grouped(iter(after), 8), strict=True))
+    steps = list(zip(data.chunks(iter(before), 8), data.chunks(iter(after), 8), strict=True))
     assert all(pieces_of(one) == pieces_of(other) for one, other in steps)
     evened = [(busiest(one), busiest(other)) for one, other in steps if one != other]
     assert len(evened) >= 4 and max(other for _, other in evened) <= 1.05 and max(one for one, _ in evened) > 1.1
@@ -267,7 +267,7 @@ def data_threads():
 
 
 def test_prepared_items_come_in_order_and_end_with_their_thread():
-    assert list(data.grouped(data.prepared(iter(range(5))), 2)) == [[0, 1], [2, 3], [4]]
+    assert list(data.chunks(data.prefetch(iter(range(5))), 2)) == [[0, 1], [2, 3], [4]]
     assert not data_threads()
 
 
@@ -279,7 +279,7 @@ def test_next_item_is_prepared_while_the_caller_works():
             event.set()
             yield threading.current_thread().name
 
-    with closing(data.prepared(items())) as coming:
+    with closing(data.prefetch(items())) as coming:
         assert next(coming).startswith("data")
         assert made[1].wait(60), "the second was not made while the first was worked on"
         assert data_threads() and not made[2].is_set(), "one ahead is enough"
@@ -289,7 +289,7 @@ def test_next_item_is_prepared_while_the_caller_works():
 def test_error_of_the_thread_is_raised_in_the_loop(folder):
     documents = data.find_documents(folder)
     batches = data.micro_batches(documents, Packing(64, 16, 64), 0, Position(0, 0))
-    batches = data.prepared(data.steps(batches, 1, slice(None)))
+    batches = data.prefetch(data.steps(batches, 1, slice(None)))
     next(batches)
     for document in documents:
         document.path.write_bytes(b"")

@@ -106,7 +106,7 @@ def test_a_thread_prepares_the_runs_and_needed_rows_of_balanced_batches(document
         method, config = Method("all_gather", "balanced"), replace(MODEL, window=5)
         made = runs.trainer(comm, "reference", method=method, config=config)
         coming = data.micro_batches(data.find_documents(documents), Packing(96, 1, 64), 0, Position(0, 0))
-        with closing(data.prepared(data.steps(coming, 2, slice(None), made.passes.prepare))) as steps:
+        with closing(data.prefetch(data.steps(coming, 2, slice(None), made.passes.prepare))) as steps:
             for _ in range(3):
                 made.step(next(steps), runs.LR)
 
