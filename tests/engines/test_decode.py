@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -212,29 +211,3 @@ def test_caches_on_a_gpu_are_filled_by_lengths_as_they_were_planned(monkeypatch)
         found = [arg for arg in args if isinstance(arg, np.ndarray) and arg.shape == (3,)]
         assert np.array_equal(found, wanted)
     assert any(arg is wrong for arg in launched[0])
-
-
-def test_all_that_a_captured_decode_writes_to_lives_as_long_as_its_result_and_the_cache(monkeypatch):
-    pytest.importorskip("cupy")
-    decode = importlib.import_module("thdattn.engines.cuda.decode")
-
-    made = []
-
-    def empty(shape, dtype=np.uint32):
-        x = np.zeros(shape, dtype)
-        made.append(weakref.ref(x))
-        return x
-
-    def run(kernel, grid, block, fixed, early):
-        return lambda *args: fixed  # which has arrays of its own
-
-    monkeypatch.setattr(decode, "launch", SimpleNamespace(
-        empty=empty, NONE=None, this_gpu=lambda: SimpleNamespace(multiprocessors=132)))
-    for name, fake in (("cupy", SimpleNamespace(zeros=empty)), ("compiler", SimpleNamespace(kernel=lambda *name: None)),
-                       ("Launch", run)):
-        monkeypatch.setattr(decode, name, fake)
-    cache = attention((4, 2), (64, 64), BFLOAT16, engine="reference").cache(2, 4000)
-    out, _ = decode.attn_decode(np.zeros((2, 4, 64), BFLOAT16), None, cache, AttentionOptions(0.125))
-    del _
-    assert len(made) == 5 and all(x() is not None for x in made)
-    assert out.shape == (2, 4, 64)
