@@ -1,4 +1,7 @@
-"""Decode on the NumPy engine: texts that grow in a cache are what the forward makes of the whole texts."""
+"""Decode on each engine: texts that grow in a cache are what the forward makes of the whole texts.
+
+On a GPU also: the same bits when captured and beside other work, and lengths that only the GPU knows.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, to_host
+from cases import BFLOAT16, gpu_only, to_host
 from decoding import Texts, attend, attention, check_rows, decode_all, normal, poison
 
 import thdattn
 from thdattn import oracle
-from thdattn.engines import AttentionOptions, reference
+from thdattn.engines import AttentionOptions
 from thdattn.kernels.configs import TILES
 from thdattn.mamba.shape import Inputs
 
-pytestmark = pytest.mark.usefixtures("poisoned_host")
-
-LENGTHS, PROMPTS = (37, 1, 20, 0, 9), (30, 0, 20, 0, 2)
-MASKS = ({}, {"window": (5, 0)}, {"window": (0, 0)}, {"causal": False, "window": (7, 0)})
+LENGTHS, PROMPTS = (600, 41, 257, 1, 0, 9), (570, 0, 257, 0, 0, 2)
+MASKS = ({}, {"window": (5, 0)}, {"window": (0, 0)}, {"window": (200, 0)}, {"causal": False, "window": (7, 0)})
+FLOAT64, FLOAT32, FLOAT16 = map(np.dtype, ("float64", "float32", "float16"))
 
 
 def small(dtype=np.float64, **options):
@@ -40,13 +42,22 @@ def test_one_text_worked_by_hand():
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("count", [1, 3])
-def test_step_after_step_is_the_forward_over_whole_texts(mask, count):
+@pytest.mark.parametrize(("engine", "dtype"), [
+    *(("reference", dtype) for dtype in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)),
+    pytest.param("cuda", BFLOAT16, marks=pytest.mark.gpu),
+], indirect=["engine"], ids=str)  # fmt: skip
+def test_step_after_step_is_the_forward_over_whole_texts(engine, dtype, mask, count):
     if not mask.get("causal", True) and count > 1:
         pytest.skip("rows of one step would see each other")
-    texts = Texts.random(LENGTHS, (4, 2), (8, 12), np.float64)
-    out = decode_all(small(**mask), texts, PROMPTS, count, np)
-    exact = texts.truth(**{"causal": True, **mask}).exact
-    np.testing.assert_allclose(out, exact.out, rtol=1e-10, atol=1e-12)
+    texts = Texts.random(LENGTHS, (8, 2), (64, 64), dtype)
+    layer = attention((8, 2), (64, 64), dtype, engine=engine.name, **mask)
+    out = decode_all(layer, texts, PROMPTS, count, engine.xp)
+    truth = texts.truth(**{"causal": True, **mask})
+    if dtype == FLOAT64:
+        np.testing.assert_allclose(out, truth.exact.out, rtol=1e-10, atol=1e-12)
+    else:
+        verdict = truth.judge("out", out)
+        assert verdict.good, str(verdict)
 
 
 def test_rows_of_one_step_see_each_other_without_a_causal_mask():
@@ -68,26 +79,43 @@ def test_what_a_captured_call_first_makes_is_of_its_graph_alone():
     assert made == [0, 0, 1, 2, 2, 2, 2], "what was made outside of captures serves all"
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, np.float16, np.float32], ids=str)
-def test_16_bit_texts_keep_the_accuracy_rule(dtype):
-    texts = Texts.random((300, 41), (4, 2), (64, 64), np.dtype(dtype))
-    layer = attention((4, 2), (64, 64), dtype, engine="reference")
-    out = decode_all(layer, texts, (290, 0), 1, np)
-    verdict = texts.truth(causal=True).judge("out", out)
-    assert verdict.good, str(verdict)
+HEADS = [(4, 4), (8, 2), (12, 1), (20, 1), (32, 1)]  # a thread block takes up to 16 of a group
+ROWS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 300, 1000, 1999)
+# Heads, head dims, and lengths of ranges in texts of a capacity: one of many texts, and one text, which is split.
+RANGES = [
+    *(((8, 2), dims, ROWS, 2000) for dims in TILES), *((heads, (64, 64), ROWS, 2000) for heads in HEADS),
+    *((heads, (128, 128), (length,), 4000) for heads in HEADS for length in (1, 65, 4000)),
+    *(((2, 1), dims, (32768,), 32768) for dims in TILES),
+]  # fmt: skip
 
 
-def test_ranges_of_every_length_and_unread_rows_of_nan():
-    layer, rng = small(np.float32), np.random.default_rng(0)
-    cache = layer.cache(3, 50)
-    k, v = normal(rng, np.float32, 150, 2, 8), normal(rng, np.float32, 150, 2, 12)
-    ranges = np.array([[0, 0], [7, 8], [60, 100], [90, 60], [101, 150]], np.int32)
+def ranges_of(lengths, capacity):
+    """A range of every length, one in each text, that ends where the text's capacity does or begins where it begins."""
+    begins = [text * capacity + (capacity - length if text % 2 else 0) for text, length in enumerate(lengths)]
+    return np.array([(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)], np.int32)
+
+
+def run_ranges(engine, layer, capacity, ranges, seed=0):
+    """(out, lse), q, k, v of rows over the ranges, NaN in every row of the cache that no range has."""
+    rng, cache = np.random.default_rng(seed), layer.cache(len(ranges), capacity)
+    k, v = (normal(rng, layer.dtype, len(ranges) * capacity, *x.shape[2:]) for x in (cache.k, cache.v))
+    q = normal(rng, layer.dtype, len(ranges), layer.num_heads, layer.head_dim)
+    read = np.zeros(len(k), bool)
+    for begin, end in ranges:
+        read[begin:end] = True
     for there, here in ((cache.k, k), (cache.v, v)):
-        poison(there)
-        for begin, end in ranges:
-            there.reshape(-1, *there.shape[2:])[begin:end] = here[begin:end]
-    q = normal(rng, np.float32, 5, 4, 8)
-    check_rows(reference.attn_decode(q, ranges, cache, AttentionOptions(8**-0.5)), q, k, v, ranges)
+        here = np.where(read[:, None, None], here, layer.dtype.type(np.nan))
+        there[...] = engine.xp.asarray(here.reshape(there.shape))
+    options = AttentionOptions(layer.softmax_scale)
+    decode = importlib.import_module(f"thdattn.engines.{engine.name}").attn_decode
+    return decode(engine.xp.asarray(q), engine.xp.asarray(ranges), cache, options), q, k, v
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize(("heads", "dims", "lengths", "capacity"), RANGES, ids=str)
+def test_ranges_of_every_length_and_unread_rows_of_nan(engine, heads, dims, lengths, capacity, dtype):
+    ranges = ranges_of(lengths, capacity)
+    check_rows(*run_ranges(engine, attention(heads, dims, dtype, engine=engine.name), capacity, ranges), ranges)
 
 
 def test_check_rows_can_fail():
@@ -120,15 +148,31 @@ def test_a_text_that_does_not_fit_is_marked_and_never_cut(engine):
     assert to_host(layer.decode(q, k, v, cache)).all() and cache.lengths.tolist() == [1, 1]
 
 
-def test_fill_replaces_what_texts_had():
-    layer, rng = small(np.float32), np.random.default_rng(0)
-    cache = layer.cache(3, 6)
-    cache.lengths[...] = [7, 2, 4]
-    batch = thdattn.PackedBatch.from_lengths([6, 0, 3], 4)
-    k, v = (batch.pack([normal(rng, np.float32, n, 2, width) for n in batch.lengths], np.nan) for width in (8, 12))
-    cache.fill(k, v, layer.plan(batch))
-    assert cache.lengths.tolist() == [6, 0, 3]
-    assert (cache.k[0] == k[:6]).all() and (cache.v[2, :3] == v[8:11]).all()
+@pytest.mark.parametrize(("engine", "lengths_on"), [
+    ("reference", "host"),
+    *(pytest.param("cuda", where, marks=pytest.mark.gpu) for where in ("host", "gpu", "gpu, strided")),
+], indirect=["engine"])  # fmt: skip
+def test_fill_replaces_what_texts_had(engine, lengths_on):
+    lengths, rng, xp = [6, 0, 300, 7], np.random.default_rng(0), engine.xp
+    batch = thdattn.PackedBatch.from_lengths(lengths, 8)
+    texts = [[normal(rng, BFLOAT16, n, 2, width) for n in lengths] for width in (192, 128)]
+    layer = attention((4, 2), (192, 128), BFLOAT16, engine=engine.name)
+    cache = layer.cache(4, 300)
+    cache.lengths[...] = xp.asarray([301, 2, 4, 0], np.int32)
+    for x in (cache.k, cache.v):
+        x[...] = xp.asarray(np.full(x.shape, 7, BFLOAT16))
+    offsets = xp.asarray(np.stack([batch.cu_seqlens, batch.cu_seqlens_padded]))
+    if "strided" in lengths_on:
+        offsets = xp.asarray(np.stack([batch.cu_seqlens, batch.cu_seqlens_padded], axis=1)).T
+    there = lengths_on != "host"
+    plan = layer.plan(thdattn.PackedBatch(*offsets, total_rows=batch.total_rows) if there else batch)
+    if lengths_on == "gpu":
+        offsets[0].fill(0)  # of the next pack, which is not planned yet
+    cache.fill(*(xp.asarray(batch.pack(side, np.nan)) for side in texts), plan)
+    assert cache.lengths.tolist() == lengths
+    for x, side in zip((cache.k, cache.v), texts, strict=True):
+        for found, text in zip(to_host(x), side, strict=True):
+            assert (found[: len(text)] == text).all() and (found[len(text) :] == 7).all()
 
 
 def decoded(layer, cache, rows=2, heads=4, dtype=np.float32):
@@ -211,3 +255,112 @@ def test_caches_on_a_gpu_are_filled_by_lengths_as_they_were_planned(monkeypatch)
         found = [arg for arg in args if isinstance(arg, np.ndarray) and arg.shape == (3,)]
         assert np.array_equal(found, wanted)
     assert any(arg is wrong for arg in launched[0])
+
+
+# --- on a GPU alone ----------------------------------------------------------------------------------------------
+
+
+@gpu_only
+def test_rows_beyond_2_to_the_31_elements(cupy):
+    """The last text of a cache of 5 GB per side: offsets need 64 bits."""
+    layer, texts, capacity = attention((8, 8), (128, 128), BFLOAT16), 40, 2**16
+    cache = layer.cache(texts, capacity)
+    poison(cache.k)
+    poison(cache.v)
+    rng = np.random.default_rng(0)
+    cache.lengths[...] = cupy.asarray([0] * (texts - 1) + [capacity - 1], np.int32)
+    cache.k[-1].view(np.uint16).fill(0)
+    cache.v[-1].view(np.uint16).fill(0)
+    k, v = (normal(rng, BFLOAT16, 1, 8, 128) for _ in range(2))
+    rows = (cupy.asarray(np.repeat(x, texts, axis=0)) for x in (k, k, v))
+    out = to_host(layer.decode(*rows, cache)).astype(np.float64)
+    value = v[0].astype(np.float64)
+    assert (out[:-1] == value).all(), "texts of one row"
+    weight = np.exp((k[0].astype(np.float64) ** 2).sum(axis=-1) * 128**-0.5)  # about that of all other keys together
+    np.testing.assert_allclose(out[-1], value * (weight / (weight + capacity - 1))[:, None], rtol=0.02, atol=1e-3)
+    assert (to_host(cache.k[-1, -1]) == k[0]).all() and (to_host(cache.v[-1, -1]) == v[0]).all()
+
+
+@gpu_only
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_eager_steps_and_replays_of_one_captured_step_give_the_same_bits(cupy, dims):
+    layer, rng = attention((8, 2), dims, BFLOAT16), np.random.default_rng(0)
+    steps, prompts = 70, [0, 1, 700]
+    shapes = [(3, 8, dims[0]), (3, 2, dims[0]), (3, 2, dims[1])]
+    rows = [[cupy.asarray(normal(rng, BFLOAT16, *shape)) for shape in shapes] for _ in range(steps)]
+    packed = [cupy.asarray(normal(rng, BFLOAT16, sum(prompts), *shape[1:])) for shape in shapes]
+    plan = layer.plan(thdattn.PackedBatch.from_lengths(prompts), "contiguous")
+
+    def start():
+        cache = layer.cache(len(prompts), 800)
+        poison(cache.k)
+        poison(cache.v)
+        cache.fill(*packed[1:], plan)
+        return cache
+
+    cache = start()
+    eager = [to_host(layer.decode(*step, cache)) for step in rows]
+    again = start()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        inputs = [cupy.empty_like(x) for x in rows[0]]
+        cupy.cuda.runtime.deviceSynchronize()
+        layer.decode(*rows[0], again)  # kernels are compiled and work buffers made
+        again.fill(*packed[1:], plan)
+        stream.synchronize()
+        stream.begin_capture()
+        out = layer.decode(*inputs, again)
+        graph = stream.end_capture()
+        others = [cupy.full(size, 0xAB, np.uint8) for size in (16, 512, 1024, 2048, 4096, 2**14) for _ in range(16)]
+        for step, expected in zip(rows, eager, strict=True):
+            for there, here in zip(inputs, step, strict=True):
+                there[...] = here
+            graph.launch(stream)
+            stream.synchronize()
+            assert to_host(out).tobytes() == expected.tobytes()
+        assert all((to_host(x) == 0xAB).all() for x in others), "a replay wrote to memory that others got since"
+    assert to_host(again.lengths).tolist() == to_host(cache.lengths).tolist() == [steps + n for n in prompts]
+    assert to_host(again.k).tobytes() == to_host(cache.k).tobytes()
+
+
+@gpu_only
+@pytest.mark.parametrize("engine", ["cuda"], indirect=True)
+def test_the_same_bits_beside_other_work(engine, cupy):
+    """Parts are put together in their order, whichever of them is done last."""
+    ranges = np.array([[0, 32768]], np.int32)
+    layer = attention((8, 2), (128, 128), BFLOAT16)
+    (alone, _), *_ = run_ranges(engine, layer, 32768, ranges)
+    other, results = cupy.cuda.Stream(non_blocking=True), []
+    matrix = cupy.ones((2048, 2048), np.float32)
+    for _ in range(5):
+        with other:
+            for _ in range(20):
+                matrix = cupy.sin(matrix)
+        (out, _), *_ = run_ranges(engine, layer, 32768, ranges)
+        results.append(to_host(out).tobytes())
+    assert set(results) == {to_host(alone).tobytes()}
+
+
+@gpu_only
+def test_lengths_on_the_gpu_that_do_not_fit_are_marked(cupy):
+    layer = attention((4, 2), (64, 64), BFLOAT16)
+    cache = layer.cache(2, 10)
+    offsets = cupy.asarray([0, 12, 20], np.int32)
+    x = cupy.asarray(np.ones((20, 2, 64), BFLOAT16))
+    cache.fill(x, x, layer.plan(thdattn.PackedBatch(offsets, offsets, total_rows=20), "contiguous"))
+    assert cache.lengths.tolist() == [11, 8]
+    with pytest.raises(RuntimeError, match=r"sequences \[0\]"):
+        cache.check()
+
+
+@gpu_only
+@pytest.mark.parametrize("offsets", [((0, 9, 5), (0, 9, 5)), ((0, 9, 12), (0, 5, 12)), ((0, 5, 9), (0, 5, 21))])
+def test_wrong_lengths_on_the_gpu_fill_no_text(cupy, unnoticed, offsets):
+    layer = attention((4, 2), (64, 64), BFLOAT16)
+    cache = layer.cache(2, 10)
+    x = cupy.asarray(np.ones((20, 2, 64), BFLOAT16))
+    q = cupy.asarray(np.ones((2, 4, 64), BFLOAT16))
+    plan = layer.plan(thdattn.PackedBatch(*(cupy.asarray(x, np.int32) for x in offsets), total_rows=20), "contiguous")
+    cache.fill(x, x, plan)
+    assert cache.lengths.tolist() == [11, 11]
+    assert not to_host(layer.decode(q, x[:2], x[:2], cache)).astype(np.float32).any()
