@@ -7,7 +7,6 @@ older rows lack are blank.
 from __future__ import annotations
 
 import csv
-import datetime
 import math
 import re
 import shlex
@@ -32,11 +31,12 @@ def provenance(ranks: int = 1) -> Row:
     import cupy
 
     from thdattn.cli import info
+    from thdattn.cli.record import now
     from thdattn.jit import compiler
 
     start = ["python"] if ranks == 1 else ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py"]
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
         "driver": info.driver_version(),
         "cuda": "{}.{}".format(*divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)),

@@ -51,11 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      "--data DIR --tokens 16384 --accumulate 16 --groups 2 --plot packs.png",
                                      "--lengths lengths.csv --tokens 16384"))
     chosen = parser.parse_args(arguments)
-    if chosen.command in ("advise", "pack-stats"):
-        return advise.advise(chosen) if chosen.command == "advise" else pack_stats.pack_stats(chosen)
     if chosen.command == "fuzz":
         return fuzz.fuzz(chosen)
-    return info() if chosen.command == "info" else check(chosen.engine)
+    if chosen.command in ("info", "check"):
+        return info() if chosen.command == "info" else check(chosen.engine)
+    try:
+        advise.advise(chosen) if chosen.command == "advise" else pack_stats.pack_stats(chosen)
+    except (ValueError, OSError) as error:
+        print(f"python -m thdattn {chosen.command}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def test_record_names_what_failed_and_why_others_were_skipped(tmp_path):
     (tmp_path / "test_one.py").write_text(TESTS)
     (tmp_path / "test_two.py").write_text("import time\ndef test_sleeps(): time.sleep(0.2)\n")
     (tmp_path / "conftest.py").write_text(PLUGIN)
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(gpu_record.__file__), "THDATTN_COMMIT": "1234"}
+    paths = os.pathsep.join([os.path.dirname(gpu_record.__file__), str(SOURCE)])
+    environment = {**os.environ, "PYTHONPATH": paths, "THDATTN_COMMIT": "1234"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=False)
     run = json.loads((tmp_path / "run.json").read_text())

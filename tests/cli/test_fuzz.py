@@ -348,7 +348,7 @@ def test_what_a_round_may_not_do(kind, status, said, wrong):
 def test_lines_that_are_no_round_are_refused(line, capsys):
     mpiexec(2)
     assert main(["fuzz", "--chaos", "--engine", "reference", "--case", line]) == 2
-    assert "pass a line that chaos printed" in capsys.readouterr().err
+    assert "pass a line that fuzz printed" in capsys.readouterr().err
 
 
 def test_memory_that_stays_in_use_is_found(monkeypatch):

@@ -6,16 +6,13 @@ replaces the one before, and the first run on other sources, or another driver, 
 
 from __future__ import annotations
 
-import datetime
-import fcntl
-import json
-import os
 import platform
-import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from thdattn.cli.record import commit, now, records
 
 OUTCOMES = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}  # of pytest -> of a record
 
@@ -44,8 +41,8 @@ def run(command: str, stats: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
     total = sum(counts.values(), Counter())
     return {
         "command": command,
-        "commit": os.environ.get("THDATTN_COMMIT") or _head(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "date": now(),
         **{outcome: total[outcome] for outcome in ("passed", "failed", "skipped")},
         "seconds": round(seconds.total()),
         "files": {file: {**counts[file], "seconds": round(seconds[file], 1)} for file in sorted(counts)},
@@ -62,20 +59,12 @@ def _reason(report: Any) -> str:
 
 def save(path: Path, machine: dict[str, Any], made: dict[str, Any]) -> None:
     """Adds a run to the entry of its machine; runs on other GPUs may end at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.parent.joinpath(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        _save(path, machine, made)
-
-
-def _save(path: Path, machine: dict[str, Any], made: dict[str, Any]) -> None:
-    records = json.loads(path.read_text()) if path.exists() else {}
-    name = f"{machine['num_gpus']}x {machine['gpu']}"
-    entry = records.get(name, {})
-    same = all(entry.get(key) == machine[key] for key in machine)
-    runs = [run for run in entry.get("runs", []) if same and run["command"] != made["command"]]
-    records[name] = {**machine, "runs": [*runs, made]}
-    path.write_text(json.dumps(records, indent=1) + "\n")
+    with records(path) as found:
+        name = f"{machine['num_gpus']}x {machine['gpu']}"
+        entry = found.get(name, {})
+        same = all(entry.get(key) == machine[key] for key in machine)
+        runs = [run for run in entry.get("runs", []) if same and run["command"] != made["command"]]
+        found[name] = {**machine, "runs": [*runs, made]}
 
 
 def machine() -> dict[str, Any] | None:
@@ -99,14 +88,3 @@ def machine() -> dict[str, Any] | None:
         "python": platform.python_version(),
         "kernel_sources": compiler.source_hash(),
     }
-
-
-def _head() -> str | None:
-    # The commit, with "-dirty" where the tree is not what was committed; kernel_sources says what was tested.
-    what = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    command = ["git", "-C", str(Path(__file__).parent), *what]
-    try:
-        head = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except OSError:
-        return None
-    return head.stdout.strip() or None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,37 +58,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw which rank owns which rows into this PNG, PDF or SVG file")
 
 
-def advise(arguments: argparse.Namespace) -> int:
+def advise(arguments: argparse.Namespace) -> None:
     """Compare all ways to spread the pack, print what they cost, and recommend one.
 
-    Returns:
-        The exit status: 0, or 2 for arguments or files that cannot be used, after one line that says why.
+    Raises:
+        ValueError, OSError: arguments or files that cannot be used.
     """
-    try:
-        check_picture(arguments.plot)
-        lengths, (cp_size, shape) = _lengths(arguments), _layer(arguments)
-        rates, sources = passed_rates(arguments), dict.fromkeys(Rates._fields, "H200")
-        known = H200
-        if arguments.measure:
-            with thdattn.comm.init("auto") as comm:
-                known = measured(comm, lengths, shape)
-                if comm.rank:
-                    return 0
-            sources |= {name: "measured" for name in Rates._fields if getattr(known, name) != getattr(H200, name)}
-        sources |= dict.fromkeys(rates, "passed")
-        known = known._replace(**rates)
-        costs, refusals = compared(lengths, cp_size, shape, known)
-        _print_question(lengths, cp_size, shape, known, sources)
-        _print_costs(costs, refusals, cp_size)
-        best = recommended(costs).way
-        print(f"\nrecommended: {best}\n\n{advice(best, cp_size, shape)}")
-        if arguments.plot:
-            _draw(arguments.plot, lengths, cp_size, best)
-            print(f"\nwrote {arguments.plot}")
-    except (ValueError, OSError) as error:
-        print(f"python -m thdattn advise: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check_picture(arguments.plot)
+    lengths, (cp_size, shape) = _lengths(arguments), _layer(arguments)
+    rates, sources = passed_rates(arguments), dict.fromkeys(Rates._fields, "H200")
+    known = H200
+    if arguments.measure:
+        with thdattn.comm.init("auto") as comm:
+            known = measured(comm, lengths, shape)
+            if comm.rank:
+                return
+        sources |= {name: "measured" for name in Rates._fields if getattr(known, name) != getattr(H200, name)}
+    sources |= dict.fromkeys(rates, "passed")
+    known = known._replace(**rates)
+    costs, refusals = compared(lengths, cp_size, shape, known)
+    _print_question(lengths, cp_size, shape, known, sources)
+    _print_costs(costs, refusals, cp_size)
+    best = recommended(costs).way
+    print(f"\nrecommended: {best}\n\n{advice(best, cp_size, shape)}")
+    if arguments.plot:
+        _draw(arguments.plot, lengths, cp_size, best)
+        print(f"\nwrote {arguments.plot}")
 
 
 # ------------------------------------------------------------------------------------------------ arguments

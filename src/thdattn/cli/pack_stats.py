@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -86,36 +85,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="S", help="seed of the order of the documents (default: 0)")
 
 
-def pack_stats(arguments: argparse.Namespace) -> int:
+def pack_stats(arguments: argparse.Namespace) -> None:
     """Pack the documents as training does, and print what each maximum of documents per pack would mean.
 
-    Returns:
-        The exit status: 0, or 2 for arguments or files that cannot be used, after one line that says why.
+    Raises:
+        ValueError, OSError: arguments or files that cannot be used.
     """
-    try:
-        tokens, multiple = as_count("--tokens", arguments.tokens), as_count("--multiple", arguments.multiple)
-        room = tokens // multiple * multiple
-        if not room:
-            raise ValueError(f"--tokens is {tokens}, wanted at least --multiple, {multiple}; pass --tokens {multiple}")
-        longest = room if arguments.longest is None else min(room, as_count("--longest", arguments.longest))
-        seed = as_count("--seed", arguments.seed, "leave it out for 0", at_least=0)
-        check_picture(arguments.plot)
-        groups, accumulate = as_count("--groups", arguments.groups), as_count("--accumulate", arguments.accumulate)
-        num_packs = None if arguments.steps == "all" else groups * accumulate * _steps(arguments.steps)
-        lengths = document_lengths(arguments)
-        counts, passes = documents_per_pack(lengths, room, multiple, longest, seed, num_packs)
-        chosen = candidates(counts, groups, accumulate)
-        _print(lengths, longest, counts, passes, tokens, chosen)
-        _print_fallbacks(chosen, len(counts) // (groups * accumulate), groups, accumulate)
-        print(f"\nrecommended: --cuda-graph-max-packed-seqs {chosen[-1].slots}, the smallest power of two that every "
-              f"pack above fits")
-        if arguments.plot:
-            _draw(arguments.plot, counts, chosen, tokens)
-            print(f"wrote {arguments.plot}")
-    except (ValueError, OSError) as error:
-        print(f"python -m thdattn pack-stats: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    tokens, multiple = as_count("--tokens", arguments.tokens), as_count("--multiple", arguments.multiple)
+    room = tokens // multiple * multiple
+    if not room:
+        raise ValueError(f"--tokens is {tokens}, wanted at least --multiple, {multiple}; pass --tokens {multiple}")
+    longest = room if arguments.longest is None else min(room, as_count("--longest", arguments.longest))
+    seed = as_count("--seed", arguments.seed, "leave it out for 0", at_least=0)
+    check_picture(arguments.plot)
+    groups, accumulate = as_count("--groups", arguments.groups), as_count("--accumulate", arguments.accumulate)
+    num_packs = None if arguments.steps == "all" else groups * accumulate * _steps(arguments.steps)
+    lengths = document_lengths(arguments)
+    counts, passes = documents_per_pack(lengths, room, multiple, longest, seed, num_packs)
+    chosen = candidates(counts, groups, accumulate)
+    _print(lengths, longest, counts, passes, tokens, chosen)
+    _print_fallbacks(chosen, len(counts) // (groups * accumulate), groups, accumulate)
+    print(f"\nrecommended: --cuda-graph-max-packed-seqs {chosen[-1].slots}, the smallest power of two that every "
+          f"pack above fits")
+    if arguments.plot:
+        _draw(arguments.plot, counts, chosen, tokens)
+        print(f"wrote {arguments.plot}")
 
 
 def documents_per_pack(

@@ -193,9 +193,9 @@ def cost(batch: PackedBatch, cp_size: int, shape: Shape, way: Way, rates: Rates 
 
 
 def compared(
-    lengths: Sequence[int], cp_size: int, shape: Shape, rates: Rates = H200
+    lengths: Sequence[int], cp_size: int, shape: Shape, rates: Rates = H200, chosen: Sequence[Way] = ()
 ) -> tuple[list[Cost], dict[Way, str]]:
-    """Predict the costs of every way to spread sequences of these lengths, each padded as its way needs.
+    """Predict the costs of ways to spread sequences of these lengths, all by default, each padded as its way needs.
 
     Returns:
         costs, refusals: those that work, the fastest first (of equals the one that needs least memory), and why others
@@ -208,7 +208,7 @@ def compared(
     batches: dict[int, PackedBatch] = {}
     costs: list[Cost] = []
     refusals: dict[Way, str] = {}
-    for way in ways(cp_size):
+    for way in chosen or ways(cp_size):
         multiple = way.multiple(cp_size)
         if multiple not in batches:
             batches[multiple] = PackedBatch.from_lengths(lengths, multiple)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from thdattn.costs.model import H200, Cost, Rates, Shape, cost, ways
+from thdattn.costs.model import H200, Cost, Rates, Shape, compared, ways
 from thdattn.packing import PackedBatch
 from thdattn.plan.flops import attention_flops
 from thdattn.plan.mask import visible_pairs
@@ -62,19 +63,10 @@ def simulated(
 
 def _simulated(lengths: Sequence[int], ranks: int, shape: Shape, rates: Rates) -> Scale:
     per_node = min(shape.per_node or ranks, ranks)
-    shape = Shape(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.causal, shape.window, per_node,
-                  shape.engine)  # fmt: skip
-    batches: dict[int, PackedBatch] = {}
+    on_a_machine = [way for way in ways(ranks) if per_node % way.inner == 0]
     costs: dict[tuple[str, str], Cost] = {}
-    for way in (way for way in ways(ranks) if per_node % way.inner == 0):
-        multiple = way.multiple(ranks)
-        batch = batches.setdefault(multiple, PackedBatch.from_lengths(lengths, multiple))
-        try:
-            found = cost(batch, ranks, shape, way, rates)
-        except ValueError:
-            continue
-        kind = way.cp_comm_type, way.sharding
-        costs[kind] = min(costs.get(kind, found), found, key=lambda each: each.seconds.total)
+    for found in compared(lengths, ranks, replace(shape, per_node=per_node), rates, on_a_machine)[0]:
+        costs.setdefault((found.way.cp_comm_type, found.way.sharding), found)  # the fastest comes first
     batch = PackedBatch.from_lengths(lengths)
     window = (shape.window[0], 0) if shape.causal else shape.window
     flops = attention_flops(visible_pairs(batch, batch, window), shape.num_heads, (shape.head_dim, shape.head_dim))

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from thdattn.cli.record import save
 from thdattn.comm import init, run_local
 from thdattn.engines.select import choose_engine
 from thdattn.fuzz import chaos, judge
 from thdattn.fuzz.cases import FuzzCase, draw_case, draw_configuration
-from thdattn.fuzz.record import save
 from thdattn.fuzz.runs import Ranks, Results, gathered, inputs_of, mixer_inputs_of, poisoned, portable_kernels, run
 
 PACKS_OF_A_ROUND = 16
@@ -30,13 +30,6 @@ ROUNDS_OF_A_CONFIGURATION = {"reference": 1, "cuda": 8}  # more on a GPU, whose 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_FOR_RANKS = 120.0  # that simulated ranks wait for each other
 MOST_NEAR = 0.02  # share of cases that may be near: beyond the rule, but by no more than chance explains
-
-
-class Drawn(NamedTuple):
-    """A case with the results of all ranks, or the error that one of them raised."""
-
-    case: FuzzCase
-    results: list[Results] | Exception
 
 
 @dataclass
@@ -48,16 +41,31 @@ class Totals:
     worst: float = 0.0
     failures: list[str] = field(default_factory=list)
 
-    def add(self, drawn: Drawn) -> None:
-        """Judge one case; print one that fails at once, as the line that repeats it."""
-        found = _judged(drawn)
+    def add(self, case: FuzzCase, results: list[Results] | Exception) -> None:
+        """Judge a case by the results of all ranks or the error of one; print a failure as the line that repeats it."""
+        if isinstance(results, Exception):
+            found = judge.Judgement([f"{type(results).__name__}: {results}"])
+        else:
+            found = judge.judge(case, results)
         self.packs += 1
         self.near += bool(found.near)
         if np.isfinite(found.worst):
             self.worst = max(self.worst, found.worst)
         if found.wrong:
-            self.failures.append(drawn.case.words())
-            print(f'FAILED --case "{drawn.case.words()}": {"; ".join(found.wrong)}', flush=True)
+            self.failures.append(case.words())
+            print(f'FAILED --case "{case.words()}": {"; ".join(found.wrong)}', flush=True)
+
+
+class Sums(NamedTuple):
+    """Totals of all ranks."""
+
+    packs: int = 0
+    near: int = 0
+    failed: int = 0
+    worst: float = 0.0
+
+    def __str__(self) -> str:
+        return f"largest error {self.worst:.2f} of its budget, {self.near} near"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,38 +119,29 @@ def _one_case(line: str, ranks: Ranks) -> int:
         print(f"python -m thdattn fuzz: error: {error}", file=sys.stderr)
         return 2
     totals = Totals()
-    totals.add(_ran(case, ranks))
+    totals.add(case, _ran(case, ranks))
     if ranks.comm.rank == 0:
         print(f"largest error {totals.worst:.2f} of its budget: {'FAILED' if totals.failures else 'passed'}")
     return int(bool(totals.failures))
 
 
 def _soak(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    comm, begin, said, mine, sums = ranks.comm, time.monotonic(), 0.0, Totals(), Sums(0, 0, 0, 0.0)
+    comm, begin, said, mine, sums = ranks.comm, time.monotonic(), 0.0, Totals(), Sums()
     for cases in rounds(arguments.seed, ranks.engine, comm.size if comm.size > 1 else None):
         left = PACKS_OF_A_ROUND if arguments.packs is None else arguments.packs - sums.packs
-        kept = [_ran(case, ranks) for case in cases[:left]]
-        for drawn in kept[comm.rank :: comm.size]:  # ranks judge side by side
-            mine.add(drawn)
+        kept = [(case, _ran(case, ranks)) for case in cases[:left]]
+        for case, results in kept[comm.rank :: comm.size]:  # ranks judge side by side
+            mine.add(case, results)
         seconds = time.monotonic() - begin
         sums, over = _sums(mine, seconds >= arguments.seconds, ranks)
         over |= arguments.packs is not None and sums.packs >= arguments.packs
         if comm.rank == 0 and seconds - said >= SECONDS_BETWEEN_LINES and not over:
             said = seconds
-            print(f"{sums.packs} packs in {seconds:.0f} s, {sums.packs / seconds:.1f} per second, largest error "
-                  f"{sums.worst:.2f} of its budget, {sums.near} near, {sums.failed} failed", flush=True)
+            print(f"{sums.packs} packs in {seconds:.0f} s, {sums.packs / seconds:.1f} per second, {sums}, "
+                  f"{sums.failed} failed", flush=True)
         if over:
             break
     return _ended(arguments, ranks, mine, sums, seconds)
-
-
-class Sums(NamedTuple):
-    """Totals of all ranks."""
-
-    packs: int
-    near: int
-    failed: int
-    worst: float
 
 
 def _sums(mine: Totals, over: bool, ranks: Ranks) -> tuple[Sums, bool]:
@@ -164,8 +163,7 @@ def _ended(arguments: argparse.Namespace, ranks: Ranks, mine: Totals, sums: Sums
     who += " with portable kernels" * arguments.portable
     if comm.rank == 0:
         print(f"fuzz: {sums.packs} packs in {seconds:.0f} s, seed {arguments.seed}, engine {ranks.engine}, ranks {who}"
-              f", largest error {sums.worst:.2f} of its budget, {sums.near} near"
-              f"{'' if lucky else ', more than chance explains'}, {sums.failed} failed", flush=True)  # fmt: skip
+              f", {sums}{'' if lucky else ', more than chance explains'}, {sums.failed} failed", flush=True)
     if arguments.record is not None:
         made = {"kind": "packs", "ranks": f"ranks: {who}", "packs": mine.packs, "near": mine.near,
                 "seconds": seconds / comm.size, "worst": mine.worst, "failures": mine.failures,
@@ -186,25 +184,16 @@ def rounds(seed: int, engine: str, ranks: int | None) -> Iterator[list[FuzzCase]
         yield [draw_case(configuration, rng, ranks, engine == "cuda") for rng in rngs]
 
 
-def _ran(case: FuzzCase, ranks: Ranks) -> Drawn:
-    """Run a case on all ranks, or on simulated ones; an error of simulated ranks is one of its results."""
+def _ran(case: FuzzCase, ranks: Ranks) -> list[Results] | Exception:
+    """Run a case on all ranks, or on simulated ones, whose error is returned."""
     _ = (mixer_inputs_of if case.mixer else inputs_of)(case)  # once, before several threads ask for them
     if ranks.comm.size == 1:
         try:
-            return Drawn(case, run_local(case.ranks, lambda comm: run(case, Ranks(comm, ranks.engine)),
-                                         SECONDS_FOR_RANKS))
+            return run_local(case.ranks, lambda comm: run(case, Ranks(comm, ranks.engine)), SECONDS_FOR_RANKS)
         except Exception as error:
-            return Drawn(case, error)
+            return error
     try:
-        return Drawn(case, gathered(run(case, ranks), ranks))
+        return gathered(run(case, ranks), ranks)
     except BaseException:
         print(f'FAILED --case "{case.words()}" on rank {ranks.comm.rank}', flush=True)
         raise
-
-
-def _judged(drawn: Drawn) -> judge.Judgement:
-    if isinstance(drawn.results, Exception):
-        error = drawn.results
-        return judge.Judgement([f"{type(error).__name__}: {error}"])
-    return judge.judge(drawn.case, drawn.results)
-

@@ -6,14 +6,14 @@ methods and options change from case to case, while a GPU's configurations come 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from thdattn.cli.check import offsets
+from thdattn.fuzz.lines import Line
 from thdattn.methods import a2a
 from thdattn.packing import PackedBatch
 
@@ -28,13 +28,11 @@ TREE_FLOWS, TREES = ("plain", "ahead", "split", "layers"), 0.2  # share of those
 MOST_HEADS, MANY_ROWS = 12, 600  # packs of more rows have a third of those heads
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)  # around the rows of tiles
 MAX_DRAWS = 1000
-WANTED = {"bool": "yes or no", "tuple": "whole numbers with commas between", "int": "a whole number",
-          "float": "a number", "str": "text"}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class FuzzCase:
-    """One random case. Every field has a default, and `words` names those that differ.
+class FuzzCase(Line):
+    """One random case.
 
     flow: which calls are made: "plain", "ahead" (keys gathered before), "split" (start_backward), "layers" (two layers
         of a plan in flight at once), "replay" (graphs), "varlen" (varlen_attention), "decode" or "mixer".
@@ -99,28 +97,6 @@ class FuzzCase:
             return trees.padded_to(trees.total_rows + self.slack)
         starts = offsets(self.padded)
         return PackedBatch(offsets(self.lengths), starts, total_rows=int(starts[-1]) + self.slack)
-
-    def words(self) -> str:
-        """Return the case as one line, which `from_words` reads."""
-        return " ".join(f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self)
-                        if getattr(self, field.name) != field.default)  # fmt: skip
-
-    @classmethod
-    def from_words(cls, line: str) -> FuzzCase:
-        """Read a case from its line.
-
-        Raises:
-            ValueError: a word is no name=value of a field.
-        """
-        defaults = {field.name: field.default for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for word in line.split():
-            name, _, text = word.partition("=")
-            if name not in defaults:
-                raise ValueError(f"--case has the word {word!r}, wanted name=value with a name of "
-                                 f"{', '.join(defaults)}; pass a line that fuzz printed")
-            values[name] = _value(name, text, type(defaults[name]))
-        return cls(**values)
 
 
 class Configuration(NamedTuple):
@@ -219,11 +195,6 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
     )  # fmt: skip
     takes_trees = not on_gpu and flow in TREE_FLOWS and lengths
     return _with_trees(rng, case) if takes_trees and rng.random() < TREES else case
-
-
-def offsets(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return (num_seqs + 1,) int32, the cumulative sum from 0."""
-    return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]).astype(np.int32)
 
 
 def draw_lengths(rng: Random, multiple: int, num_seqs: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -329,36 +300,3 @@ def _divisors(number: int) -> list[int]:
 
 def _pick(rng: Random, choices: Sequence[Any]) -> Any:
     return choices[int(rng.integers(len(choices)))]
-
-
-# ------------------------------------------------------------------------------------------------ words
-
-
-def _text(value: Any) -> str:
-    """Write a value as `_value` reads it; lengths that repeat as 3x40."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if not isinstance(value, tuple):
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    runs = [(number, len(list(same))) for number, same in groupby(value)]
-    return ",".join(f"{count}x{number}" if count > 2 else ",".join([str(number)] * count) for number, count in runs)
-
-
-def _value(name: str, text: str, kind: type) -> Any:
-    try:
-        if kind is bool:
-            return {"yes": True, "no": False}[text]
-        return _numbers(text) if kind is tuple else kind(text)
-    except (KeyError, ValueError):
-        wanted = WANTED[kind.__name__]
-        raise ValueError(f"--case has {name}={text}, wanted {wanted}; pass a line that fuzz printed") from None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers: list[int] = []
-    for part in filter(None, text.split(",")):
-        found = re.fullmatch(r"(?:(\d{1,6})x)?(-?\d{1,9})", part)
-        if found is None:
-            raise ValueError(part)
-        numbers += int(found[1] or 1) * [int(found[2])]
-    return tuple(numbers)

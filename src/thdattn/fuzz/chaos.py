@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from thdattn.cli.record import save
 from thdattn.comm import launcher
 from thdattn.fuzz.chaos_ranks import Round
-from thdattn.fuzz.record import save
 
 KINDS = {"reference": ("raise", "kill", "stop", "late", "absent", "memory"),
          "cuda": ("raise", "kill", "stop", "late", "absent", "memory", "window", "window")}  # fmt: skip

@@ -11,8 +11,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ import numpy as np
 from thdattn.comm import Comm, init
 from thdattn.fuzz.cases import ON_GPUS, Configuration, FuzzCase, draw_case, draw_configuration
 from thdattn.fuzz.judge import judge
-from thdattn.fuzz.runs import MODULES_THAT_ALLOCATE, Ranks, gathered, poisoned, run
+from thdattn.fuzz.lines import Line
+from thdattn.fuzz.runs import Ranks, allocators, gathered, poisoned, replaced, run
 
 LATE_SECONDS = 1.0
 SECONDS_TO_JUDGE = 240.0  # on a busy machine
@@ -30,7 +31,7 @@ GROWING_ROWS = (200, 800, 1600, 3200, 800, 5000)  # packs that need larger and l
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(Line):
     """One round of chaos.
 
     kind: "raise", "kill", "stop", "late", "absent", "memory" (an allocation of the engine fails), "window" (an
@@ -41,31 +42,13 @@ class Round:
     seed: seed of the packs.
     """
 
+    names_all = True
+
     kind: str = "nothing"
     ranks: int = 2
     rank: int = 1
     at: int = 1
     seed: int = 0
-
-    def words(self) -> str:
-        """Return the round as one line, which `from_words` reads."""
-        return " ".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
-
-    @classmethod
-    def from_words(cls, line: str) -> Round:
-        """Read a round from its line.
-
-        Raises:
-            ValueError: a word is no name=value of a round.
-        """
-        values: dict[str, Any] = {}
-        for word in line.split():
-            name, _, text = word.partition("=")
-            if name not in vars(cls()) or (name != "kind" and not text.isdecimal()):
-                raise ValueError(f"--case has the word {word!r}, wanted name=value with a name of "
-                                 f"{', '.join(vars(cls()))}; pass a line that chaos printed")
-            values[name] = text if name == "kind" else int(text)
-        return cls(**values)
 
 
 class Fault:
@@ -84,20 +67,11 @@ class Fault:
         if self._left == 0 or (self._left == -1 and self.happened and self._chaos.kind == "window"):  # and its retry
             _fail(self._chaos.kind)
 
-    @contextmanager
-    def planted(self, engine: str) -> Iterator[None]:
+    def planted(self, engine: str) -> AbstractContextManager[None]:
         """Count allocations within a block."""
-        places = [(importlib.import_module(name), "empty") for name in MODULES_THAT_ALLOCATE[engine]]
         if self._chaos.kind == "window":
-            places = [(importlib.import_module("cupy").cuda, "Memory")]
-        before = [vars(module)[name] for module, name in places]
-        for (module, name), function in zip(places, before, strict=True):
-            setattr(module, name, self._counted(function))
-        try:
-            yield
-        finally:
-            for (module, name), function in zip(places, before, strict=True):
-                setattr(module, name, function)
+            return replaced([(importlib.import_module("cupy").cuda, "Memory")], self._counted)
+        return replaced(allocators(engine), self._counted)
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -121,7 +95,7 @@ def _fail(kind: str) -> None:
     elif kind in ("late", "absent"):
         time.sleep(LATE_SECONDS if kind == "late" else 1000)
     else:
-        raise ValueError(f"kind is {kind!r}, wanted one that Round names; pass a line that chaos printed")
+        raise ValueError(f"kind is {kind!r}, wanted one that Round names; pass a line that fuzz printed")
 
 
 def say(what: str) -> None:

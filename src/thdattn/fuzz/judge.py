@@ -13,8 +13,9 @@ The rule allows one standard deviation of the quotient of two RMS errors, and a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn import oracle
-from thdattn.fuzz.cases import FuzzCase, offsets
+from thdattn.cli.check import offsets
+from thdattn.fuzz.cases import FuzzCase
 from thdattn.fuzz.runs import Inputs, Results, inputs_of, mixer_inputs_of, token_rows
 from thdattn.mamba import oracle as mamba_oracle
 from thdattn.packing import PackedBatch
@@ -122,13 +124,47 @@ def _judge_layer(
     _judge_numbers(case, by_rank, order, padding, found, suffix, oracle_of)
 
 
+class _Neighbours:
+    """Errors of a baseline in neighbours of a case, for every number of a result.
+
+    Args:
+        seed: of the case.
+        arrays: those that differ a little between neighbours, in the same dtypes; None: there is none.
+        names: of results.
+        results: makes (exact, baseline) of arrays; fields that are None are left out.
+    """
+
+    def __init__(
+        self, seed: int, arrays: Sequence[Array | None], names: Sequence[str],
+        results: Callable[[Sequence[Any]], tuple[Any, Any]],
+    ) -> None:
+        self._seed, self._arrays, self._names, self._results = seed, arrays, names, results
+
+    def typical(self, name: str) -> Array:
+        """Return the baseline's root mean square error over neighbours, for every number of a result."""
+        return np.asarray(np.sqrt(np.mean([each[name] ** 2 for each in self._errors], axis=0)))
+
+    @cached_property
+    def _errors(self) -> list[dict[str, Array]]:
+        rng, found = np.random.default_rng([self._seed, 4]), []
+        for _ in range(NEIGHBOURS):
+            exact, baseline = self._results([x if x is None else _near(x, rng) for x in self._arrays])
+            found.append({name: getattr(baseline, name) - getattr(exact, name) for name in self._names
+                          if getattr(exact, name) is not None})  # fmt: skip
+        return found
+
+
+def _near(x: Array, rng: np.random.Generator) -> Array:
+    near: Array = (x.astype(np.float64) * (1 + DISTANCE * rng.standard_normal(x.shape))).astype(x.dtype)
+    return near
+
+
 class _Oracle:
     """Exact results for the tokens of a layer, and baselines, which are computed on first use."""
 
     def __init__(self, case: FuzzCase, inputs: Inputs) -> None:
-        self._batch, self._seed = case.tokens, case.seed
+        self._batch, self._dtype = case.tokens, np.dtype(case.dtype)
         self.inputs = inputs._replace(dout=None) if case.flow == "decode" else inputs
-        self._dtype = np.dtype(case.dtype)
         self._how: dict[str, Any] = {
             "causal": case.causal, "window": case.window, "softmax_scale": case.scale * case.dims[0] ** -0.5,
             "softcap": case.softcap, "sinks": inputs.sinks,
@@ -137,55 +173,27 @@ class _Oracle:
         group = case.heads[0] // case.heads[1]  # query heads whose gradients of a key are summed
         self.noise = 4 * float(np.finfo(np.float32).eps) * (max(case.dims) * group) ** 0.5
         self.exact = self._result(self.inputs[:4])
-        self._truth: oracle.Truth | None = None
-        self._errors: list[dict[str, Array]] = []
+        self.typical = _Neighbours(case.seed, self.inputs[:4], ATTENTION, lambda arrays: (
+            self._result(arrays), self._baseline(arrays, self._dtype.itemsize == 2))).typical
 
-    def _result(self, arrays: Sequence[Array | None], **how: Any) -> oracle.Result:
+    def _result(self, arrays: Sequence[Any], **how: Any) -> oracle.Result:
         q, k, v, dout = arrays
-        assert q is not None and k is not None and v is not None
         return oracle.packed_attention(self._batch, q, k, v, dout, **self._how, **how)
 
-    @property
+    @cached_property
     def truth(self) -> oracle.Truth:
         """Exact results with baselines in the dtype of the case."""
-        if self._truth is None:
-            plain = self.exact if self._dtype == np.float64 else self._baseline(self.inputs[:4], fused=False)
-            fused = self._baseline(self.inputs[:4], fused=True) if self._dtype.itemsize == 2 else None
-            self._truth = oracle.Truth(self.exact, plain, fused)
-        return self._truth
+        plain = self.exact if self._dtype == np.float64 else self._baseline(self.inputs[:4], fused=False)
+        fused = self._baseline(self.inputs[:4], fused=True) if self._dtype.itemsize == 2 else None
+        return oracle.Truth(self.exact, plain, fused)
 
     def baselines(self, name: str) -> tuple[Array, Array | None]:
         """Return the plain and the fused baseline of a result."""
         fused = self.truth.fused
         return getattr(self.truth.plain, name), None if fused is None else getattr(fused, name)
 
-    def _baseline(self, arrays: Sequence[Array | None], fused: bool) -> oracle.Result:
+    def _baseline(self, arrays: Sequence[Any], fused: bool) -> oracle.Result:
         return self._result(arrays, rounding=self._dtype, fused=fused)
-
-    def typical(self, name: str) -> Array:
-        """Return the baseline's root mean square error over neighbours, for every number of a result."""
-        if not self._errors:
-            fused = self._dtype.itemsize == 2
-            self._errors = [_errors(self._result(arrays), self._baseline(arrays, fused), ATTENTION)
-                            for arrays in _neighbours(self._seed, self.inputs[:4])]
-        return _root_mean_square(self._errors, name)
-
-
-def _neighbours(seed: int, arrays: Sequence[Array | None]) -> Iterator[list[Array | None]]:
-    """Yield arrays that differ a little from these, in the same dtypes."""
-    rng = np.random.default_rng([seed, 4])
-    for _ in range(NEIGHBOURS):
-        yield [None if x is None else
-               (x.astype(np.float64) * (1 + DISTANCE * rng.standard_normal(x.shape))).astype(x.dtype) for x in arrays]
-
-
-def _errors(exact: Any, baseline: Any, names: Sequence[str]) -> dict[str, Array]:
-    """Return a baseline's error in every result that exists."""
-    return {name: getattr(baseline, name) - getattr(exact, name) for name in names if getattr(exact, name) is not None}
-
-
-def _root_mean_square(errors: Sequence[dict[str, Array]], name: str) -> Array:
-    return np.asarray(np.sqrt(np.mean([each[name] ** 2 for each in errors], axis=0)))
 
 
 def _judge_rows(name: str, made: Array, of: str, oracle_of: _Oracle, found: Judgement) -> None:
@@ -281,8 +289,17 @@ def _judge_mixer(
     case: FuzzCase, by_rank: Sequence[Results], order: Array, padding: Array, found: Judgement
 ) -> None:
     """Judge rows by the rule's RMS error, and weights' gradients, a few sums, by the plain baseline's error."""
-    oracle_of = _MixerOracle(case)
-    exact, plain, dtype = oracle_of.exact, oracle_of.plain, np.dtype(case.dtype)
+    (zxbcdt, weights, dout), dtype = mixer_inputs_of(case), np.dtype(case.dtype)
+
+    def results(arrays: Sequence[Any]) -> tuple[mamba_oracle.Result, mamba_oracle.Result]:
+        sizes, (rows, drows) = mamba_oracle.Sizes(*case.mixer[:4]), arrays
+        exact = mamba_oracle.packed_mixer(case.tokens, rows, weights, drows, sizes)
+        if dtype == np.float64:
+            return exact, exact
+        return exact, mamba_oracle.packed_mixer(case.tokens, rows, weights, drows, sizes, case.dtype)
+
+    exact, plain = results((zxbcdt, dout))
+    neighbours = _Neighbours(case.seed, (zxbcdt, dout), mamba_oracle.FIELDS, results)
     for name in mamba_oracle.FIELDS:
         wanted, baseline = getattr(exact, name), getattr(plain, name)
         of_rows = name in ("out", "zxbcdt")
@@ -305,31 +322,8 @@ def _judge_mixer(
             typical = 0.1 * len(order) ** 0.5  # size of a sum over as many rows
             eps = float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
             budget = 3 * allowed + (16 if dtype == np.float32 else 4) * eps * (size + typical)
-        wide = budget if error <= budget else _wide(2.0, oracle_of.typical(name), 0.0, 0.0)[0]
+        wide = budget if error <= budget else _wide(2.0, neighbours.typical(name), 0.0, 0.0)[0]
         found.hold(f"{name} (RMS)" if of_rows else name, error, budget, wide)
-
-
-class _MixerOracle:
-    """Exact results for a mixer's tokens, and those of plain maths in the dtype of the case."""
-
-    def __init__(self, case: FuzzCase) -> None:
-        zxbcdt, weights, dout = mixer_inputs_of(case)
-        batch, sizes, dtype = case.tokens, mamba_oracle.Sizes(*case.mixer[:4]), case.dtype
-
-        def result(arrays: Sequence[Any], rounding: str | None = None) -> mamba_oracle.Result:
-            return mamba_oracle.packed_mixer(batch, arrays[0], weights, arrays[1], sizes, rounding)
-
-        self._result, self._dtype, self._arrays, self._seed = result, dtype, (zxbcdt, dout), case.seed
-        self.exact = result(self._arrays)
-        self.plain = self.exact if dtype == "float64" else result(self._arrays, dtype)
-        self._errors: list[dict[str, Array]] = []
-
-    def typical(self, name: str) -> Array:
-        """Return what _Oracle.typical does."""
-        if not self._errors:
-            self._errors = [_errors(self._result(arrays), self._result(arrays, self._dtype), mamba_oracle.FIELDS)
-                            for arrays in _neighbours(self._seed, self._arrays)]
-        return _root_mean_square(self._errors, name)
 
 
 def _rms(x: Array) -> float:

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.attention import CPAttention
+from thdattn.cli.check import offsets
 from thdattn.comm import Comm, SingleComm
-from thdattn.fuzz.cases import FuzzCase, draw_lengths, offsets
+from thdattn.fuzz.cases import FuzzCase, draw_lengths
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 from thdattn.mamba.mixer import Mamba2Mixer
 from thdattn.mamba.shape import Mamba2Weights
@@ -130,39 +131,45 @@ class Ranks:
 
 
 @contextmanager
-def poisoned(engine: str) -> Iterator[None]:
-    """Fill everything that an engine allocates within the block with NaN."""
-    modules = [importlib.import_module(name) for name in MODULES_THAT_ALLOCATE[engine]]
-    before = modules[0].empty
-
-    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-        made = before(shape, dtype)
-        if made.size and engine == "cuda":
-            made.data.memset_async(0xFF, made.nbytes)
-        elif made.size:
-            made.reshape(-1).view(np.uint8).fill(0xFF)
-        return made
-
-    for module in modules:
-        vars(module)["empty"] = empty
+def replaced(places: Sequence[tuple[Any, str]], make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace attributes (object, name) within the block by what `make` makes of them."""
+    before = [getattr(place, name) for place, name in places]
+    for (place, name), value in zip(places, before, strict=True):
+        setattr(place, name, make(value))
     try:
         yield
     finally:
-        for module in modules:
-            vars(module)["empty"] = before
+        for (place, name), value in zip(places, before, strict=True):
+            setattr(place, name, value)
 
 
-@contextmanager
-def portable_kernels() -> Iterator[None]:
+def allocators(engine: str) -> list[tuple[Any, str]]:
+    """Return the places of the function by which an engine allocates arrays."""
+    return [(importlib.import_module(name), "empty") for name in MODULES_THAT_ALLOCATE[engine]]
+
+
+def poisoned(engine: str) -> AbstractContextManager[None]:
+    """Fill everything that an engine allocates within the block with NaN."""
+
+    def poisoning(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+            made = allocate(shape, dtype)
+            if made.size and engine == "cuda":
+                made.data.memset_async(0xFF, made.nbytes)
+            elif made.size:
+                made.reshape(-1).view(np.uint8).fill(0xFF)
+            return made
+
+        return empty
+
+    return replaced(allocators(engine), poisoning)
+
+
+def portable_kernels() -> AbstractContextManager[None]:
     """Run the kernels for every GPU within the block, also on a Hopper GPU."""
     launch = importlib.import_module("thdattn.engines.cuda.launch")
-    before = launch.this_gpu
-    gpu = replace(before(), sm90=False)
-    vars(launch)["this_gpu"] = lambda: gpu
-    try:
-        yield
-    finally:
-        vars(launch)["this_gpu"] = before
+    gpu = replace(launch.this_gpu(), sm90=False)
+    return replaced([(launch, "this_gpu")], lambda before: lambda: gpu)
 
 
 # ------------------------------------------------------------------------------------------------ one rank
@@ -211,34 +218,19 @@ def _named(ranks: Ranks, out: Any, saved: Any, grads: Sequence[Any], suffix: str
     return {"rows": ranks.to_host(saved.plan.rows), **named}
 
 
-def _plain(case: FuzzCase, ranks: Ranks) -> Results:
+def _one_layer(case: FuzzCase, ranks: Ranks) -> Results:
+    """Run a layer, while something else is computed: gather keys before it, or take dk and dv after dq, where asked."""
     attention = ranks.attention(case)
     plan = _plan(case, attention)
     q, k, v, dout, sinks = _arrays(case, ranks, plan)
-    out, saved = attention.forward(q, k, v, plan, case.max_logit, sinks=sinks)
-    return _named(ranks, out, saved, attention.backward(dout, saved))
-
-
-def _ahead(case: FuzzCase, ranks: Ranks) -> Results:
-    """Gather keys before forward, and before backward, while something else is computed."""
-    attention = ranks.attention(case)
-    plan = _plan(case, attention)
-    q, k, v, dout, sinks = _arrays(case, ranks, plan)
-    can = attention.can_gather(plan)
-    keys = attention.gather(k, v, plan) if can else None
+    ahead = case.flow == "ahead" and attention.can_gather(plan)
+    keys = attention.gather(k, v, plan) if ahead else None
     _ = q.copy()
     out, saved = attention.forward(q, k, v, plan, case.max_logit, keys, sinks)
-    keys = attention.gather(saved.k, saved.v, plan) if can and saved.keys is None else None
+    keys = attention.gather(saved.k, saved.v, plan) if ahead and saved.keys is None else None
     _ = dout.copy()
-    return _named(ranks, out, saved, attention.backward(dout, saved, keys))
-
-
-def _split(case: FuzzCase, ranks: Ranks) -> Results:
-    """Take dq first, and dk and dv when they are asked for."""
-    attention = ranks.attention(case)
-    plan = _plan(case, attention)
-    q, k, v, dout, sinks = _arrays(case, ranks, plan)
-    out, saved = attention.forward(q, k, v, plan, case.max_logit, sinks=sinks)
+    if case.flow != "split":
+        return _named(ranks, out, saved, attention.backward(dout, saved, keys))
     dq, dk_dv = attention.start_backward(dout, saved)
     _ = dq.copy()
     return _named(ranks, out, saved, (dq, *dk_dv()))
@@ -363,7 +355,7 @@ def _mixer(case: FuzzCase, ranks: Ranks) -> Results:
 
 
 FLOWS: dict[str, Callable[[FuzzCase, Ranks], Results]] = {
-    "plain": _plain, "ahead": _ahead, "split": _split, "layers": _layers, "replay": _replay, "varlen": _varlen,
+    **dict.fromkeys(("plain", "ahead", "split"), _one_layer), "layers": _layers, "replay": _replay, "varlen": _varlen,
     "decode": _decode, "mixer": _mixer,
 }  # fmt: skip
 

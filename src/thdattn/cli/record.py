@@ -1,4 +1,4 @@
-"""Record of soaks: packs, seeds and failures by machine, engine and ranks, for one state of the sources."""
+"""Records in JSON that several processes add to; that of soaks: packs, seeds and failures by machine and ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +27,26 @@ def save(path: Path, engine: str, made: dict[str, Any]) -> None:
         engine: "cuda" or "reference".
         made: kind, ranks, and numbers and lists by the names of ADDED and LISTED.
     """
+    sources, key = _sources(), f"{made['kind']}, {engine} on {_machine(engine)}, {made['ranks']}"
+    with records(path) as found:
+        entry = found.get(key, {})
+        found[key] = merged(entry if entry.get("sources") == sources else {}, made, sources)
+
+
+@contextmanager
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of a JSON file, {} if there is none, and write it back, while other processes wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.parent.joinpath(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        records = json.loads(path.read_text()) if path.exists() else {}
-        sources = _sources()
-        key = f"{made['kind']}, {engine} on {_machine(engine)}, {made['ranks']}"
-        entry = records.get(key, {})
-        records[key] = merged(entry if entry.get("sources") == sources else {}, made, sources)
-        path.write_text(json.dumps(records, indent=1) + "\n")
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        yield found
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def merged(entry: dict[str, Any], made: dict[str, Any], sources: dict[str, Any]) -> dict[str, Any]:
     """Return an entry with the work of one more process added."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    total: dict[str, Any] = {"sources": sources, "date": now, "ranks": made["ranks"]}
+    total: dict[str, Any] = {"sources": sources, "date": now(), "ranks": made["ranks"]}
     total["processes"] = entry.get("processes", 0) + 1
     total |= {name: round(entry.get(name, 0) + made[name], 1) for name in ADDED if name in made}
     total["worst"] = max(entry.get("worst", 0.0), made.get("worst", 0.0))
@@ -62,10 +69,18 @@ def _sources() -> dict[str, Any]:
         kernels = importlib.import_module("thdattn.jit.compiler").source_hash()
     except Exception:  # CuPy without a driver raises more than ImportError
         kernels = None
-    return {"commit": os.environ.get("THDATTN_COMMIT") or _head(), "kernel_sources": kernels}
+    return {"commit": commit(), "kernel_sources": kernels}
 
 
-def _head() -> str | None:
+def now() -> str:
+    """Return the time, UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def commit() -> str | None:
+    """Return $THDATTN_COMMIT, or the commit of this checkout, with "-dirty" if its files differ; None: unknown."""
+    if said := os.environ.get("THDATTN_COMMIT"):
+        return said
     what = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     command = ["git", "-C", str(Path(__file__).parent), *what]
     try:
