@@ -177,7 +177,8 @@ class CPAttention:
         """
         plan = self._outline(batch, sharding, key_batch, like, finite_padding)
         forward_only = as_bool("forward_only", forward_only)
-        refusal, self._lengths = build.refused_trees(plan) or build.found_wrong(self._lengths), None
+        refusal = build.refused_trees(plan) or build.exceeded_capacity(plan) or build.found_wrong(self._lengths)
+        self._lengths = None
         if self.comm.size > 1:
             refusal = refusal or free_memory.shortage(self._engine, self.comm, self._memory(plan), forward_only)
         self.comm.agree("the plan", self._description(plan), refusal, _SAME_PLAN)

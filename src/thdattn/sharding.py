@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int, found
 from thdattn.balance import balanced_runs
+from thdattn.capacity import BalancedCapacity, LayoutTables
 from thdattn.packing import PackedBatch, as_batch, check_arrays, check_rows, rows_of_runs
 
 MAX_RANKS = INT32_MAX // 2  # 2*cp_size chunks are counted in int32
@@ -102,9 +103,11 @@ class Sharding:
         strategy: "dual_chunk", "contiguous" or "balanced", see the functions of those names.
         inner: size of a group of neighbours, for two levels. The strategy spreads rows over cp_size / inner groups;
             each group divides its rows into equal slices, which an all-to-all of heads joins again.
+        capacity: for "balanced" with inner 1, fixed sizes of what ranks exchange; None: as much as is needed.
+        tables: for offsets on a GPU, the layout's tables there, within a capacity; see plan/layout_tables.py.
 
     Attributes:
-        batch, cp_size, strategy, inner: as passed.
+        batch, cp_size, strategy, inner, capacity, tables: as passed.
         outer: the Sharding over cp_size / inner groups, whose rows are divided into slices; None if inner is 1.
         local_rows: rows that every rank stores, total_rows / cp_size rounded up.
         multiple: number that divides every padded length: 2*cp_size for dual_chunk over several ranks,
@@ -114,12 +117,15 @@ class Sharding:
 
     Raises:
         TypeError: batch is no PackedBatch, cp_size no int, or strategy no str.
-        ValueError: cp_size < 1 or > MAX_RANKS, an unknown strategy, balanced over several ranks with offsets on a GPU,
-            or (offsets on the host) a padded length that is not a multiple of `multiple`; see Plan.check for offsets on
-            a GPU.
+        ValueError: cp_size < 1 or > MAX_RANKS, an unknown strategy, balanced over several ranks with offsets on a GPU
+            and no tables, or (offsets on the host) a padded length that is not a multiple of `multiple`; see Plan.check
+            for offsets on a GPU.
     """
 
-    def __init__(self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk", inner: int = 1) -> None:
+    def __init__(
+        self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk", inner: int = 1,
+        capacity: BalancedCapacity | None = None, tables: LayoutTables | None = None,
+    ) -> None:  # fmt: skip
         self.batch = as_batch(batch)
         self.cp_size = as_count("cp_size", cp_size, "pass the number of ranks", MAX_RANKS)
         self.strategy = as_choice("strategy", strategy, STRATEGIES)
@@ -129,7 +135,8 @@ class Sharding:
             raise ValueError(f"inner is {inner}, wanted a divisor of cp_size = {cp_size}; pass the ranks of a group")
         self.multiple = 2 * shares if self.strategy == "dual_chunk" and shares > 1 else 1
         self.by_runs = self.strategy == "balanced" and self.cp_size > 1 and self.inner == 1
-        if self.by_runs:
+        self.capacity, self.tables = capacity if self.by_runs else None, tables
+        if self.by_runs and tables is None:
             batch.require_host("sharding 'balanced'")
         if not batch.on_device:
             _check_multiple(batch, self.multiple, "2*cp_size" if self.inner == 1 else "2*cp_size/inner")

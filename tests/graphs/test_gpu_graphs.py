@@ -59,7 +59,7 @@ def test_fifty_packs_through_one_graph_are_the_eager_results(cupy, comm, mask, d
     graph_ranks.replay_packs(comm, cupy, mask, dims, "dual_chunk")
 
 
-@pytest.mark.parametrize("scenario", ["packs", "methods", "training", "plans"])
+@pytest.mark.parametrize("scenario", ["packs", "methods", "balanced", "training", "plans"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_same_with_collectives_in_the_graph(cupy, n, scenario):
     finished = run(cupy, n, scenario)

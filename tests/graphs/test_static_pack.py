@@ -11,6 +11,7 @@ import pytest
 
 import thdattn
 from thdattn import PackedBatch
+from thdattn.capacity import BalancedCapacity
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack, capture
 
 ROWS = 96
@@ -137,6 +138,28 @@ def test_overflow_runs_eagerly_and_is_counted_or_raises(comm, lengths, found):
         pack.fits([small, large])
     with pytest.raises(ValueError, match=rf"batch 1 has {found}, the room of the static pack; ask fits\(\) first"):
         pack.load([small, large])  # nothing is ever cut off
+
+
+def test_a_layout_beyond_its_capacity_does_not_fit_on_any_rank():
+    """The documents are dealt as by any other balanced plan; only what ranks exchange is bounded."""
+    alone, split = PackedBatch([0, 40, 80], total_rows=ROWS), PackedBatch([0, ROWS])
+
+    def program(comm):
+        graphs = Graphs(comm, CudaGraphConfig())
+        with pytest.raises(ValueError, match="message_rows is 0, wanted >= 1"):
+            StaticPack(graphs, [attention(comm)], ROWS, BalancedCapacity(0, ROWS))
+        least, most = (StaticPack(graphs, [attention(comm)], ROWS, sharding)
+                       for sharding in (BalancedCapacity(8, ROWS), "balanced"))
+        assert most.balanced == (ROWS // 2, ROWS)
+        assert least.fits([alone]) and not least.fits([split])
+        assert most.fits([alone]) and most.fits([split]) and graphs.num_overflows == 1
+        with pytest.raises(ValueError, match=r"batch 0 has .* message_rows = 8, the room of the static pack; ask fits"):
+            least.load([split])
+        least.load([alone])
+        (plan,) = least.plans()
+        assert plan.routes.is_empty and plan.key_rows == 40
+
+    thdattn.comm.run_local(2, program)
 
 
 def test_room_is_as_many_sequences_as_rows_unless_the_configuration_says_so(comm):

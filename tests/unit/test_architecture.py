@@ -18,9 +18,9 @@ PACKAGE = SOURCE / "thdattn"
 
 # A folder, or a module beside the folders, imports from itself and from those before it.
 LAYERS = [
-    "arguments", "install", "trees", "packing", "balance", "sharding", "oracle", "kernels", "jit", "comm", "plan",
-    "kv_cache", "checks", "methods", "saved", "engines", "attention", "mamba", "varlen", "graphs", "costs", "torch",
-    "cli", "fuzz", "__main__",
+    "arguments", "install", "trees", "packing", "balance", "capacity", "sharding", "oracle", "kernels", "jit", "comm",
+    "plan", "kv_cache", "checks", "methods", "saved", "engines", "attention", "mamba", "varlen", "graphs", "costs",
+    "torch", "cli", "fuzz", "__main__",
 ]
 CONTRACT = "engines"  # what an engine has to do, without any: all may import it
 EXCEPTIONS = {("comm.peer.shared_memory", "plan.memory"), ("comm.side.memory", "plan.memory")}

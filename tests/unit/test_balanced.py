@@ -193,7 +193,7 @@ def test_documents_are_stretched_over_many_ranks(kind, cp_size):
     begin = time.process_time()
     runs = balanced_runs(batch, cp_size)
     needed = needed_rows(batch, cp_size, (-1, 0), -(-batch.total_rows // cp_size))
-    Routes(needed, cp_size - 1)
+    Routes.of(needed, cp_size - 1)
     assert time.process_time() - begin < 1, "host time of a pack"
 
     order = np.argsort(runs.begin)

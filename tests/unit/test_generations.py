@@ -109,7 +109,7 @@ def test_plans_of_lengths_on_the_host_count_nothing():
 def test_a_static_pack_refuses_what_another_micro_batch_left_and_nothing_else(monkeypatch):
     def make_plans(pack, like):
         layer = pack._attentions[0]
-        pack._plans, pack._loaded, pack._lengths = (planned(layer, pack.padded(BATCH)),), np.zeros(2), np.zeros(1)
+        pack._plans, pack._loaded, pack._planned = (planned(layer, pack.padded(BATCH)),), np.zeros(2), np.zeros(1)
         pack._upload = type("Upload", (), {"send": lambda self, parts: None})()
 
     comm = thdattn.comm.init("single")

@@ -9,17 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from thdattn.arguments import as_count, check_kind
 from thdattn.attention import CPAttention
+from thdattn.balance import once
+from thdattn.capacity import BalancedCapacity, LayoutTables
 from thdattn.graphs.capture import Graphs
 from thdattn.graphs.upload import Upload
 from thdattn.mamba.mixer import Mamba2Mixer
 from thdattn.packing import PackedBatch
+from thdattn.plan import layout_tables
 from thdattn.plan.generations import renew
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding
 
 MOST_SEQUENCES = 2048  # default capacity
+RUNS_OF_A_SEQUENCE, RUNS_OF_A_RANK = 4, 32  # runs of rows of owners and of key buffers for which tables have room
+BALANCED_ON_GPUS = False  # until the GPU tests of captured balanced layouts have run
 
 Planner = CPAttention | Mamba2Mixer
 
@@ -34,13 +42,15 @@ class StaticPack:
         attentions: one per mask, all on one comm, of engine "cuda" if graphs are active. A Mamba2Mixer may be one of
             them; beside a causal attention without a window it needs no plan of its own.
         num_rows: rows of every batch, of all ranks together.
-        sharding: "dual_chunk" or "contiguous", as CPAttention.plan takes them; by default that of the first attention.
+        sharding: as CPAttention.plan takes it; by default that of the first attention. A BalancedCapacity is
+            "balanced" within that capacity; "balanced" alone has room for every layout.
         num_batches: micro-batches that are loaded at once, for a graph of all of them.
         like: a typical batch, from which the kernels choose their order of work; results do not depend on it.
         finite_padding: as CPAttention.plan; without it, every pack is assumed to have padding.
 
     Attributes:
         max_seqs, num_rows, num_batches: the capacity.
+        balanced: what ranks may exchange under the sharding "balanced"; None for another sharding.
 
     Raises:
         TypeError: a count that is no int, graphs of another type, or attentions that are in no list.
@@ -49,7 +59,8 @@ class StaticPack:
     """
 
     def __init__(
-        self, graphs: Graphs, attentions: Sequence[Planner], num_rows: int, sharding: str | None = None,
+        self, graphs: Graphs, attentions: Sequence[Planner], num_rows: int,
+        sharding: str | BalancedCapacity | None = None,
         num_batches: int = 1, like: PackedBatch | None = None, finite_padding: bool = False,
     ) -> None:  # fmt: skip
         check_kind("graphs", graphs, Graphs, "make Graphs(comm, config)")
@@ -57,7 +68,8 @@ class StaticPack:
         self.num_rows, self.num_batches = as_count("num_rows", num_rows), as_count("num_batches", num_batches)
         self.max_seqs = config.max_packed_seqs or min(MOST_SEQUENCES, num_rows)
         check_kind("attentions", attentions, Sequence, "pass a list, of one attention too")
-        self._graphs, self._attentions, self._strategy = graphs, tuple(attentions), sharding
+        self._graphs, self._attentions = graphs, tuple(attentions)
+        self._strategy = "balanced" if isinstance(sharding, BalancedCapacity) else sharding
         self._finite_padding, self._num_loads = finite_padding, 0
         if not self._attentions:
             raise ValueError("attentions is empty, wanted at least one attention; pass one per mask")
@@ -65,8 +77,11 @@ class StaticPack:
         self._slots = -(-(self.max_seqs + 1) // 4) * 4
         self._shardings = [self.sharding(PackedBatch([0]))] * self.num_batches  # all rows are padding at first
         for attention in self._attentions:
-            check_method(attention, sharding, config.impl)
+            check_method(attention, self._strategy, config.impl)
         rows = self._shardings[0].local_rows
+        self.balanced = _capacity(sharding, self._shardings[0])
+        self._windows = tuple({x.window: None for x in attentions if isinstance(x, CPAttention)})  # each once
+        self._max_runs = RUNS_OF_A_SEQUENCE * self.max_seqs + RUNS_OF_A_RANK * self._shardings[0].cp_size
         if config.max_tokens_per_rank is not None and rows > config.max_tokens_per_rank:
             raise ValueError(
                 f"num_rows is {num_rows}, {rows} per rank, wanted at most max_tokens_per_rank = "
@@ -81,11 +96,18 @@ class StaticPack:
             if attention.engine != "cuda":
                 raise ValueError(f"attentions holds one of engine {attention.engine!r}, wanted 'cuda' as graphs are "
                                  f"active; make Graphs with the engine of the attentions")
-        self._upload = Upload(self.num_batches * 2 * self._slots, on_gpu=True)
-        self._loaded = self._upload.words.reshape(self.num_batches, 2, self._slots)
-        self._lengths = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
-        batch = PackedBatch(*self._lengths, total_rows=self.num_rows)
-        sharding = self._attentions[0].sharding(batch, self._strategy)
+        offsets, tables = 2 * self._slots, None
+        words = offsets + (LayoutTables.num_words(self._max_runs, self._windows) if self.balanced else 0)
+        self._upload = Upload(self.num_batches * words, on_gpu=True)
+        self._loaded = self._upload.words.reshape(self.num_batches, words)
+        self._planned = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
+        batch = PackedBatch(*self._planned[:offsets].reshape(2, self._slots), total_rows=self.num_rows)
+        if self.balanced is None:
+            sharding = self._attentions[0].sharding(batch, self._strategy)
+        else:
+            tables = LayoutTables(self._planned[offsets:], self.balanced, self._max_runs, self._windows)
+            size = self._shardings[0].cp_size
+            sharding = Sharding(batch, size, "balanced", capacity=self.balanced, tables=tables)
         self._plans = tuple(
             attention.plan(batch, sharding, like=like, finite_padding=self._finite_padding)
             for attention in self._attentions
@@ -116,6 +138,10 @@ class StaticPack:
                                       ("rows", batch.total_rows, self.num_rows)):  # fmt: skip
                 if found > room:
                     return f"batch {number} has {found} {what}, wanted at most {room}, the room of the static pack"
+            if self.balanced is not None:
+                over = layout_tables.excess(self.sharding(batch), self._windows, self.balanced, self._max_runs)
+                if over:
+                    return f"batch {number} has {over}, the room of the static pack"
         return ""
 
     def load(self, batches: Sequence[PackedBatch]) -> None:
@@ -140,7 +166,15 @@ class StaticPack:
             self._shardings = [self.sharding(batch) for batch in batches]
         self._num_loads += 1
         if self._graphs.active:
-            self._upload.send([offsets for batch in batches for offsets in batch.offsets(self._slots)])
+            self._upload.send([words for batch, sharding in zip(batches, self._shardings, strict=True)
+                               for words in (*batch.offsets(self._slots), *self._layout(sharding))])  # fmt: skip
+
+    def _layout(self, sharding: Sharding) -> list[NDArray[np.int32]]:
+        """Return the words of a layout's tables; none where the lengths alone determine the layout."""
+        if self.balanced is None:
+            return []
+        rank = self._attentions[0].comm.rank
+        return layout_tables.pack(sharding, rank, self._windows, self.balanced, self._max_runs)
 
     def plans(self, number: int = 0) -> tuple[Plan, ...]:
         """Return the plans of the loaded batch of this number, one per attention. They replace those of the batch
@@ -159,15 +193,17 @@ class StaticPack:
             return tuple(attention.plan(sharding.batch, sharding, finite_padding=self._finite_padding)
                          for attention in self._attentions)
         if self.num_batches > 1:
-            self._lengths[...] = self._loaded[number]
+            self._planned[...] = self._loaded[number]
         for plan in self._plans:
             plan.refresh()
             renew(plan.arrays.lengths, lambda: (self._num_loads, number))  # asked again, it stays the same
         return self._plans
 
     def padded(self, batch: PackedBatch) -> PackedBatch:
-        """Return the batch with the capacity's rows, from which a rank's rows are cut out."""
-        return batch.padded_to(self.num_rows)
+        """Return the batch with the capacity's rows, from which a rank's rows are cut out; the same for one batch."""
+        if batch.total_rows == self.num_rows:
+            return batch
+        return once(batch, ("padded", self.num_rows), lambda: batch.padded_to(self.num_rows))
 
     def sharding(self, batch: PackedBatch) -> Sharding:
         """Return the sharding of a batch on the host, padded to the capacity."""
@@ -180,6 +216,16 @@ def _lengths(batches: Sequence[PackedBatch]) -> dict[str, Any]:
             for name, field in batch.described().items()}  # fmt: skip
 
 
+def _capacity(sharding: str | BalancedCapacity | None, empty: Sharding) -> BalancedCapacity | None:
+    """Return the capacity of a balanced sharding: the one asked for, or one for every layout."""
+    if not empty.by_runs:
+        return None
+    if isinstance(sharding, BalancedCapacity):
+        remedy = "pass the most rows of a layout"
+        return BalancedCapacity(*(as_count(name, size, remedy) for name, size in sharding._asdict().items()))
+    return BalancedCapacity(empty.local_rows, empty.batch.total_rows)
+
+
 def check_method(attention: Planner, strategy: str | None, impl: str) -> None:
     """Raise a ValueError where rows cannot be spread like this, or where graphs of this impl cannot capture it for
     changing batches.
@@ -189,7 +235,7 @@ def check_method(attention: Planner, strategy: str | None, impl: str) -> None:
     sharding = attention.sharding(PackedBatch([0]), strategy)
     if impl == "none":
         return
-    if (sharding.outer or sharding).by_runs:
+    if (sharding.outer or sharding).by_runs and not (BALANCED_ON_GPUS and sharding.by_runs):
         raise ValueError(
             f"sharding is 'balanced' and the impl of the CUDA graphs {impl!r}, wanted 'dual_chunk' or 'contiguous' "
             f"with that, as a graph has the sizes of messages built in; use one of these, or impl 'none'"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from thdattn.packing import PackedBatch
+from thdattn.plan.key_transfers import needed_rows
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding
 
@@ -64,6 +65,15 @@ def refused_trees(plan: Plan) -> str:
     return ""
 
 
+def exceeded_capacity(plan: Plan) -> str:
+    """Return by how much a layout with lengths on the host exceeds its sharding's capacity; "" if it fits."""
+    sharding = plan.sharding
+    if sharding.capacity is None or plan.batch.on_device:
+        return ""
+    over = needed_rows(plan.batch, plan.cp_size, plan.window, plan.local_rows).excess(sharding.capacity)
+    return over and f"the layout has {over}, the sharding's capacity; make one of a larger capacity"
+
+
 def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an outline in which ranks must agree; for lengths on a GPU only their number and `like`.
 
@@ -71,7 +81,7 @@ def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:
         asked: arguments of the attention or mixer, by name.
     """
     sharding = plan.sharding
-    fields = {"sharding": sharding.strategy, "inner": sharding.inner, **asked}
+    fields = {"sharding": sharding.strategy, "inner": sharding.inner, "capacity": sharding.capacity or (), **asked}
     others = {"key_batch": plan.key_batch if plan.is_cross else None,
               "like": plan.like if plan.batch.on_device else None}  # fmt: skip
     return {**fields, **plan.batch.described(),

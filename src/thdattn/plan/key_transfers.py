@@ -6,8 +6,8 @@ consecutive rows, which are few, and expands their pieces to arrays of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.balance import Ints, balanced_runs, once, within_rank
+from thdattn.capacity import BalancedCapacity
 from thdattn.packing import PackedBatch, rows_of_runs
 from thdattn.plan.mask import in_sight, transposed
 from thdattn.trees import Trees
@@ -60,36 +61,57 @@ class Pieces(NamedTuple):
         return np.concatenate([self.begin, self.value]).astype(np.int32)
 
 
+@dataclass(frozen=True, eq=False)
 class Routes:
     """Numbers of key rows that ranks send to each other.
 
-    Args:
-        needed: the key buffers of all ranks.
-        cp_rank: this rank.
-
     Attributes:
-        is_empty: True if no rank sends a row to another.
-        most_sent: rows of the rank that sends most.
         sent: (cp_size,), rows that this rank sends to each rank.
         received: (cp_size,), rows that this rank receives from each rank.
-        num_sent, num_received: sums of sent and of received.
+        most_sent: rows of the rank that sends most.
+        tabulate: returns `table`.
     """
 
-    def __init__(self, needed: NeededRows, cp_rank: int) -> None:
-        self._needed = needed
-        self.most_sent = int(needed.num_sent.max())
-        self.is_empty = not self.most_sent
+    sent: Ints
+    received: Ints
+    most_sent: int
+    tabulate: Callable[[], Ints]
+
+    @classmethod
+    def of(cls, needed: NeededRows, cp_rank: int) -> Routes:
+        """Return the numbers of rows that the key buffers of all ranks need."""
         cp_size = len(needed.sizes)
         (_, receiver, _, _, given), (sender, _, _, _, taken) = needed.sends(cp_rank), needed.receives(cp_rank)
-        self.sent, self.received = (np.bincount(peer, sizes, minlength=cp_size).astype(np.int64)
-                                    for peer, sizes in ((receiver, given), (sender, taken)))
-        self.sent[cp_rank] = self.received[cp_rank] = 0
-        self.num_sent, self.num_received = int(self.sent.sum()), int(self.received.sum())
+        sent, received = (np.bincount(peer, sizes, minlength=cp_size).astype(np.int64)
+                          for peer, sizes in ((receiver, given), (sender, taken)))
+        sent[cp_rank] = received[cp_rank] = 0
+        return cls(sent, received, int(needed.num_sent.max()), lambda: needed.table)
+
+    @classmethod
+    def fixed(cls, capacity: BalancedCapacity, cp_size: int, cp_rank: int) -> Routes:
+        """Return those of a capacity: every rank sends message_rows rows to every other one."""
+        table = capacity.message_rows * (1 - np.eye(cp_size, dtype=np.int64))
+        return cls(table[cp_rank], table[cp_rank], int(table[cp_rank].sum()), lambda: table)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no rank sends a row to another."""
+        return not self.most_sent
+
+    @property
+    def num_sent(self) -> int:
+        """Sum of sent."""
+        return int(self.sent.sum())
+
+    @property
+    def num_received(self) -> int:
+        """Sum of received."""
+        return int(self.received.sum())
 
     @property
     def table(self) -> Ints:
         """(cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal. Only peer memory needs all."""
-        return self._needed.table
+        return self.tabulate()
 
 
 class KeySide(NamedTuple):
@@ -102,11 +124,17 @@ class KeySide(NamedTuple):
     places: Pieces
 
 
+def key_side_sizes(capacity: BalancedCapacity, cp_size: int, local_rows: int) -> list[int]:
+    """Return the sizes of the arrays of a KeySide in every layout of a capacity."""
+    received = (cp_size - 1) * capacity.message_rows
+    return [capacity.key_rows, received + local_rows, received, cp_size * local_rows, capacity.key_rows]
+
+
 @dataclass(frozen=True, eq=False)
 class NeededRows:
     """Key buffers of all ranks under a mask, and the owners of their rows.
 
-    A buffer has the rows that some query of the rank sees, ascending: no padding.
+    A buffer has the rows that some query of the rank sees, ascending, and no padding, unless sizes are fixed.
 
     Attributes:
         local_rows: rows that every rank stores.
@@ -115,12 +143,26 @@ class NeededRows:
             buffer row; rank after rank, ascending.
         owned: (4, num_owned): rank, begin and end of consecutive tokens of the pack that the rank owns, and their first
             local row; rank after rank, ascending.
+        message_rows: rows of every message, of which the last may be empty; None: as many as the receiver needs.
     """
 
     local_rows: int
     sizes: Ints
     runs: Ints
     owned: Ints
+    message_rows: int | None = None
+
+    def excess(self, capacity: BalancedCapacity) -> str:
+        """Describe by how much the layout exceeds a capacity; return "" if it fits."""
+        if (found := self.table.max()) > capacity.message_rows:
+            return f"{found} rows from one rank to another, wanted at most message_rows = {capacity.message_rows}"
+        if (found := self.sizes.max()) > capacity.key_rows:
+            return f"{found} rows that one rank's queries see, wanted at most key_rows = {capacity.key_rows}"
+        return ""
+
+    def within(self, capacity: BalancedCapacity) -> NeededRows:
+        """Return the same buffers and messages, filled up to the sizes of a capacity that they fit."""
+        return replace(self, sizes=np.full_like(self.sizes, capacity.key_rows), message_rows=capacity.message_rows)
 
     def sends(self, cp_rank: int) -> Ints:
         """Return the moves from a rank to all ranks, itself included, by receiver and row; see _moves."""
@@ -164,17 +206,30 @@ class NeededRows:
         _, receiver, row, key_row, sizes = given
         own = receiver == cp_rank
         places = _unread(given[2:, own], given[2:, ~own], int(self.sizes[cp_rank]))
-        place = np.cumsum(np.where(own, 0, sizes)) - sizes  # index among the rows that are sent
+        place, num_sent = self._messages(receiver, sizes, cp_rank)
         num_returns = len(self.sizes) * self.local_rows
         returns = Pieces.of(num_returns, receiver * self.local_rows + row, sizes, np.where(own, key_row, place))
-        sends = Pieces.of(int(sizes[~own].sum()), place[~own], sizes[~own], row[~own])
+        sends = Pieces.of(num_sent, place[~own], sizes[~own], row[~own])
 
         own = taken[0] == cp_rank
+        place, num_received = self._messages(taken[0], taken[4], cp_rank)
         _, _, row, key_row, sizes = np.concatenate([taken[:, ~own], taken[:, own]], axis=1)
-        num_received = int(taken[4, ~own].sum())
-        place = np.concatenate([np.cumsum(taken[4, ~own]) - taken[4, ~own], num_received + taken[2, own]])
+        place = np.concatenate([place[~own], num_received + taken[2, own]])
         rank_order = Pieces.of(num_received + self.local_rows, place, sizes, key_row)
         return KeySide(rows_of_keys, rank_order, sends, returns, places)
+
+    def _messages(self, peer: Ints, sizes: Ints, cp_rank: int) -> tuple[Ints, int]:
+        """Return each move's first row among the messages of all other ranks, and the number of their rows.
+
+        Args:
+            peer, sizes: the other rank of each move, ascending, and its rows. Places of moves within the rank are
+                arbitrary.
+        """
+        sizes = np.where(peer == cp_rank, 0, sizes)
+        if self.message_rows is None:
+            return np.cumsum(sizes) - sizes, int(sizes.sum())
+        first = (peer - (peer > cp_rank)) * self.message_rows
+        return first + within_rank(peer, sizes), (len(self.sizes) - 1) * self.message_rows
 
 
 def _unread(own: Ints, sent: Ints, key_rows: int) -> Pieces:
@@ -196,9 +251,16 @@ def _unread(own: Ints, sent: Ints, key_rows: int) -> Pieces:
     return Pieces.of(key_rows, key_row[move] + begin - row[move], size, begin)
 
 
-def needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:
-    """Return the key buffers of all ranks, for a batch spread by balanced_runs; cached per batch and window."""
-    return once(batch, (cp_size, window, local_rows), lambda: _needed_rows(batch, cp_size, window, local_rows))
+def needed_rows(
+    batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int, capacity: BalancedCapacity | None = None
+) -> NeededRows:
+    """Return the key buffers of all ranks, for a batch spread by balanced_runs; cached per batch and window.
+
+    Args:
+        capacity: sizes to fill them up to, which the batch must fit; None: no more than is needed.
+    """
+    needed = once(batch, (cp_size, window, local_rows), lambda: _needed_rows(batch, cp_size, window, local_rows))
+    return needed if capacity is None else needed.within(capacity)
 
 
 def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:

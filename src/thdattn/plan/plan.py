@@ -190,6 +190,8 @@ class Plan:
         """Rows of the key buffer: all rows of the packed keys in sequence order, or fewer, see keys_of."""
         if self.keys_of is not None:
             return self.local_rows
+        if self.sharding.capacity is not None:
+            return self.sharding.capacity.key_rows
         if self.sharding.by_runs:
             return int(self._needed_rows.sizes[self.cp_rank])
         return self.key_batch.total_rows
@@ -201,7 +203,9 @@ class Plan:
     @cached_property
     def routes(self) -> Routes | None:
         """Numbers of key rows that ranks send to each other; None where ranks exchange all rows."""
-        return Routes(self._needed_rows, self.cp_rank) if self.sharding.by_runs else None
+        if self.sharding.capacity is not None:
+            return Routes.fixed(self.sharding.capacity, self.cp_size, self.cp_rank)
+        return Routes.of(self._needed_rows, self.cp_rank) if self.sharding.by_runs else None
 
     @property
     def slices(self) -> list[Plan]:
@@ -219,8 +223,10 @@ class Plan:
 
     @cached_property
     def needs_own_rows(self) -> bool:
-        """True if this rank's queries see all of its own key rows and no others."""
-        return self.routes is not None and self.key_rows == self.local_rows and not self.routes.num_received
+        """True if this rank's queries see all of its own key rows and no others, in every layout of a capacity."""
+        if self.routes is None or self.sharding.capacity is not None:
+            return False
+        return self.key_rows == self.local_rows and not self.routes.num_received
 
     @property
     def is_apart(self) -> bool:

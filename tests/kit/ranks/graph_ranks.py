@@ -16,8 +16,9 @@ import numpy as np
 
 import thdattn
 from thdattn import PackedBatch, Sharding
+from thdattn.capacity import BalancedCapacity
 from thdattn.comm.levels import Levels
-from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
+from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack, static_pack
 from thdattn.plan.ranges import host_arrays
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -64,8 +65,8 @@ def inputs_of(cupy: Any, batch: PackedBatch, rows: np.ndarray, shapes: list[tupl
 
 
 def replay_packs(
-    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str, count: int = 50,
-    options: dict[str, Any] | None = None,
+    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str | BalancedCapacity,
+    count: int = 50, options: dict[str, Any] | None = None,
 ) -> None:
     """A forward and a backward graph serve packs of all lengths; those that do not fit run eagerly in between.
 
@@ -76,8 +77,8 @@ def replay_packs(
 
 
 def _replay_packs(
-    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str, count: int,
-    options: dict[str, Any],
+    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str | BalancedCapacity,
+    count: int, options: dict[str, Any],
 ) -> None:
     warmup = 2
     options = {"comm": comm, "num_heads": 4, "num_kv_heads": 2, **MASKS[mask], **options}
@@ -87,13 +88,14 @@ def _replay_packs(
     graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=warmup))
     assert graphs.active
     pack = StaticPack(graphs, [attention], ROWS, sharding)
+    strategy = "balanced" if isinstance(sharding, BalancedCapacity) else sharding
     pair = graphs.pair(lambda q, k, v: attention.forward(q, k, v, pack.plans()[0], return_max_logit=True),
                        attention.backward, "layer")  # fmt: skip
     returned, fitting = set(), 0
     with graphs:
         for number, batch in enumerate(packs(comm.size, count)):
             fits = pack.fits([batch])
-            shared = pack.sharding(batch) if fits else attention.sharding(batch, sharding)
+            shared = pack.sharding(batch) if fits else attention.sharding(batch, strategy)
             q, k, v, dout = inputs_of(cupy, shared.batch, shared.rows(comm.rank), shapes, number)
             plan = attention.plan(shared.batch, shared)
             out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
@@ -108,8 +110,38 @@ def _replay_packs(
                 returned.add(tuple(x.data.ptr for x in found))
             for name, x, y in zip(("out", "lse", "max_logit", "dq", "dk", "dv"), found, wanted, strict=True):
                 assert to_host(x).tobytes() == to_host(y).tobytes(), f"{name} of pack {number}, {batch}"
-        assert fitting + graphs.num_overflows == count and graphs.num_overflows == count // 5
+        assert fitting + graphs.num_overflows == count and fitting > warmup + 5
+        assert graphs.num_overflows == count // 5 or isinstance(sharding, BalancedCapacity)
         assert len(returned) == 1, "all replays are of one graph"
+
+
+def replay_balanced(comm: thdattn.comm.Comm, cupy: Any) -> None:
+    """Layouts that change at every replay; what does not fit a small capacity runs eagerly."""
+    static_pack.BALANCED_ON_GPUS = True
+    check_plans(comm, cupy, "balanced", 20)
+    for mask in MASKS:
+        replay_packs(comm, cupy, mask, (128, 128), "balanced", 50)
+    replay_packs(comm, cupy, "causal", (64, 64), "balanced", 20, {"num_heads": 16, "num_kv_heads": 8})
+    rows = ROWS // comm.size
+    replay_packs(comm, cupy, "causal", (64, 64), BalancedCapacity(rows // 4, rows + rows // 2), 50)
+    _replay_behind_nan(comm, cupy)
+
+
+def _replay_behind_nan(comm: thdattn.comm.Comm, cupy: Any) -> None:
+    """NaN of a layout's tokens does not reach a smaller layout that is replayed after it."""
+    attention = thdattn.CPAttention(comm, 2, 64, engine="cuda")
+    graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=1))
+    pack = StaticPack(graphs, [attention], ROWS, "balanced")
+    forward = graphs.captured(lambda q, k, v: attention.forward(q, k, v, pack.plans()[0])[0], "forward")
+    large, small = PackedBatch([0, ROWS]), PackedBatch.from_lengths([64] * comm.size)
+    with graphs:
+        for batch, filling in ((large, 1.0), (large, np.nan), (small, 1.0)):
+            pack.load([batch])
+            shape = pack.sharding(batch).local_rows, 2, 64
+            q, k, v = (cupy.full(shape, filling, np.float32).astype(attention.dtype) for _ in range(3))
+            out = to_host(forward(q, k, v)).astype(np.float32)
+        tokens = pack.sharding(small).rows(comm.rank) < small.total_tokens
+        assert (out[tokens] == 1).all() and not out[~tokens].any()
 
 
 def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
@@ -299,6 +331,8 @@ def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 
             pack.load(batches)
             for number in reversed(range(num_batches)):
                 plans, shared = replayed[number](), pack.sharding(batches[number])
+                if pack.balanced is not None:
+                    shared = Sharding(shared.batch, comm.size, "balanced", capacity=pack.balanced)
                 for attention, plan, counted in zip(attentions, plans, shares, strict=True):
                     for field, x in vars(host_arrays(shared, comm.rank, plan.window, plan.tiles)).items():
                         if x is not None:
@@ -401,6 +435,8 @@ def main(scenario: str, size: str) -> None:
             replay_packs(comm, cupy, mask, dims, sharding)
     elif scenario == "methods":
         replay_methods(comm, cupy)
+    elif scenario == "balanced":
+        replay_balanced(comm, cupy)
     elif scenario == "mixers":
         replay_mixers(comm, cupy)
     elif scenario == "training":

@@ -20,7 +20,7 @@ from thdattn.jit import compiler
 from thdattn.kernels.instances import PLAN_KERNELS
 from thdattn.packing import PackedBatch
 from thdattn.plan.generations import renew
-from thdattn.plan.key_transfers import Pieces, all_rows, needed_rows
+from thdattn.plan.key_transfers import KeySide, Pieces, all_rows, key_side_sizes, needed_rows
 from thdattn.plan.plan import Plan, PlanArrays, key_side_ints
 from thdattn.sharding import Sharding
 
@@ -81,7 +81,7 @@ def _cached(spec: _Spec) -> PlanArrays:
     sharding, cp_rank = spec.sharding, spec.cp_rank
     planned, stream = _planned.setdefault(sharding.batch, {}), cupy.cuda.get_current_stream()
     rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, sharding.local_rows, cp_rank
-    mask = rank, spec.window, spec.tiles, spec.keys_of
+    mask = rank, spec.window, spec.tiles, spec.keys_of, sharding.capacity
     same: PlanArrays | None = planned.get(mask, _gone)()
     if same is None:
         other = planned.get(rank, _gone)()
@@ -292,7 +292,9 @@ def _rows(spec: _Spec, offsets: Array, lengths: DeviceLengths | None = None) -> 
     positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
     wrong = launch.NONE if lengths is None else lengths.wrong
     by_runs = launch.NONE, np.int32(0)
-    if sharding.by_runs:
+    if sharding.tables is not None:
+        by_runs = sharding.tables.rows
+    elif sharding.by_runs:
         by_runs = _table(all_rows(sharding.batch, sharding.cp_size, local_rows))
     sizes = map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, local_rows, sharding.multiple > 1,
                            num_rows, order.size))  # fmt: skip
@@ -305,7 +307,7 @@ def _table(pieces: Pieces) -> tuple[Array, np.int32]:
     return cupy.asarray(pieces.table()), np.int32(len(pieces.begin))
 
 
-def _key_side(spec: _Spec, rows: _Rows) -> dict[str, Array]:
+def _key_side(spec: _Spec, rows: _Rows, lengths: DeviceLengths | None) -> dict[str, Array]:
     """Return rank_order and rows_of_keys, or None for them, and with needed rows sends, returns and places."""
     sharding, key_batch, keys_of = spec.sharding, spec.key_batch, spec.keys_of
     if keys_of is not None:
@@ -313,13 +315,17 @@ def _key_side(spec: _Spec, rows: _Rows) -> dict[str, Array]:
         return {"rank_order": None, "rows_of_keys": rows.all_rows[first : first + sharding.local_rows]}
     if not sharding.by_runs:
         return {"rank_order": rows.all_rows if key_batch is None else rows.all_rows[: key_batch.total_rows]}
-    side = needed_rows(sharding.batch, sharding.cp_size, spec.window, sharding.local_rows).key_side(spec.cp_rank)
-    whole = Pieces.joined(side)
-    made = launch.empty((whole.size,), np.int32)
-    _make(None, _RUNS, (_blocks(whole.size),), (made, *_table(whole), np.int32(whole.size)))
-    ends = itertools.accumulate(pieces.size for pieces in side)
-    arrays = {field: made[end - pieces.size : end]
-              for (field, pieces), end in zip(side._asdict().items(), ends, strict=True)}
+    if sharding.tables is not None:
+        sizes = key_side_sizes(sharding.tables.capacity, sharding.cp_size, sharding.local_rows)
+        table = sharding.tables.key_side(spec.window)
+    else:
+        side = needed_rows(sharding.batch, sharding.cp_size, spec.window, sharding.local_rows,
+                           sharding.capacity).key_side(spec.cp_rank)
+        sizes, table = [pieces.size for pieces in side], _table(Pieces.joined(side))
+    ends = [*itertools.accumulate(sizes)]
+    made = launch.empty((ends[-1],), np.int32)
+    _make(lengths, _RUNS, (_blocks(ends[-1]),), (made, *table, np.int32(ends[-1])))
+    arrays = {field: made[end - size : end] for field, size, end in zip(KeySide._fields, sizes, ends, strict=True)}
     return {**arrays, "returns": arrays["returns"].reshape(sharding.cp_size, sharding.local_rows)}
 
 
@@ -341,7 +347,7 @@ def plan_bytes(plan: Plan) -> int:
 
 def _arrays(spec: _Spec, rows: _Rows, lengths: DeviceLengths | None = None) -> PlanArrays:
     """Compute the arrays that depend on the mask, and return them with the rows as PlanArrays."""
-    sharding, window, tiles, side = spec.sharding, spec.window, spec.tiles, _key_side(spec, rows)
+    sharding, window, tiles, side = spec.sharding, spec.window, spec.tiles, _key_side(spec, rows, lengths)
     rows_of_keys, num_seqs = side.get("rows_of_keys"), sharding.batch.num_seqs
     num_keys = (spec.key_batch or sharding.batch).total_rows if rows_of_keys is None else len(rows_of_keys)
     sides = sharding.local_rows, num_keys
