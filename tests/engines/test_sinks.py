@@ -1,19 +1,44 @@
-"""Attention sinks and soft-capped logits: the oracle by finite differences, the NumPy engine by the oracle."""
+"""Attention sinks and soft-capped logits: the oracle by finite differences, each engine by the oracle."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, Case, check, on_all_kernels, random_inputs, random_sinks, run, to_host
-from ways import BY_NAME, TELLING, of, run_way
+from cases import (
+    BFLOAT16,
+    CASES,
+    DIMS,
+    Case,
+    assert_same_bits,
+    check,
+    check_dsinks,
+    gpu_only,
+    on_all_kernels,
+    on_engines,
+    random_inputs,
+    random_sinks,
+    run,
+    to_host,
+)
+from ways import BY_NAME, Way, run_way, ways
 
 import thdattn
 from thdattn import PackedBatch, oracle
+from thdattn.kernels.configs import TILES
 
-FLOAT64 = np.dtype("float64")
-KINDS = {"sinks": {"sinks": True}, "softcap": {"softcap": 1.5}, "both": {"softcap": 1.5, "sinks": True}}
+FLOAT64, FLOAT32, FLOAT16 = map(np.dtype, ("float64", "float32", "float16"))
+# A cap of 30 is far above most logits, 1.5 is among them.
+KINDS = {"sinks": {"sinks": True}, "softcap": {"softcap": 30.0}, "low": {"softcap": 1.5},
+         "both": {"softcap": 30.0, "sinks": True}}  # fmt: skip
+LENGTHS = (257, 3, 64, 0, 100, 17, 190)
+WAYS = [*ways((2, 2), sizes=(3, 4), heads=(4,)), Way("all_gather", "dual_chunk", 2)]
+
+
+def with_kinds(cases, kinds=KINDS):
+    return [replace(case, name=f"{case}-{kind}", **KINDS[kind]) for case in cases for kind in kinds]
 
 
 def tiny(seed=0, num_heads=4):
@@ -66,38 +91,54 @@ def test_a_cap_far_above_all_logits_is_none_and_a_low_one_bounds_them():
     assert low.max_logit.max() <= 0.01 < plain.max_logit.min()
 
 
-# --- the NumPy engine ------------------------------------------------------------------------------------------
+# --- each engine -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", TELLING, ids=str)
-@pytest.mark.parametrize("name", ["causal", "window-two-sided", "padded-between"])
-def test_every_method_is_the_oracle_in_float64(name, way, kind, poisoned_host):
-    case = replace(of(way, name), **KINDS[kind])
-    check(case, FLOAT64, run_way(case, way, FLOAT64, engine="reference"))
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@on_all_kernels
+def test_every_method_is_the_oracle(engine, way, kind):
+    cases, dtype = [Case("methods", LENGTHS, dims=(128, 128))], BFLOAT16
+    if engine.name == "reference":
+        cases, dtype = [BY_NAME[name].slim() for name in ("causal", "window-two-sided", "padded-between")], FLOAT64
+    for case in cases:
+        case = replace(case, heads=way.heads, **KINDS[kind])
+        check(case, dtype, run_way(case, way, dtype, xp=engine.xp, engine=engine.name))
+
+
+@on_engines(with_kinds([BY_NAME["causal"]]), reference=[BFLOAT16, FLOAT32], cp_sizes=(1, 2, 4))
+def test_errs_no_more_than_fused_attention(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype, head_groups=2)
+
+
+@on_engines(with_kinds([CASES[name] for name in ("cross-causal", "cross-window-lopsided", "cross-sees-nothing",
+                                                 "capacity-of-a-tile")], ["both"]),
+            reference=[FLOAT64], cuda=[BFLOAT16], portable=[BFLOAT16], cp_sizes=(1,))  # fmt: skip
+def test_rows_that_see_no_key_leave_the_sink_alone(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_errs_no_more_than_fused_attention(cp_size, dtype, kind, poisoned_host):
-    dtype = np.dtype(dtype)
-    case = replace(BY_NAME["causal"], dims=(12, 8), **KINDS[kind])
-    check(case, dtype, run(case, cp_size, dtype, engine="reference", head_groups=2))
-
-
-@pytest.mark.parametrize("keys", [(0, 50, 9, 2), (7, 7, 9, 40)])
-def test_queries_that_see_no_key_leave_the_sink_alone(keys):
-    case = Case("cross", (7, 7, 9, 30), keys=keys, dims=(12, 8), window=(5, 0), cp_sizes=(1,), **KINDS["both"])
-    outcome = run(case, 1, FLOAT64, engine="reference")
-    check(case, FLOAT64, outcome)
-    if 0 in keys:
-        assert (outcome.tokens["lse"][:, :7] == -np.inf).all()
+@pytest.mark.parametrize(("engine", "dims"), [
+    ("reference", (12, 8)), *(pytest.param("cuda", dims, marks=pytest.mark.gpu) for dims in TILES),
+], indirect=["engine"], ids=str)  # fmt: skip
+def test_decode_is_the_oracle(engine, dims, kind):
+    case = Case("decode", (700,), heads=(8, 2), dims=dims, **KINDS[kind])
+    q, k, v, _ = random_inputs(case, BFLOAT16)
+    sinks = random_sinks(case, BFLOAT16)
+    layer = case.attention(thdattn.comm.init("single"), BFLOAT16, engine=engine.name)
+    cache = layer.cache(1, 700)
+    given = None if sinks is None else engine.xp.asarray(sinks)
+    parts = [layer.decode(*(engine.xp.asarray(x[rows]) for x in (q, k, v)), cache, sinks=given)
+             for rows in (slice(0, 650), slice(650, 699), slice(699, 700))]
+    truth = oracle.truth(PackedBatch([0, 700]), q, k, v, softcap=case.softcap, sinks=sinks)
+    verdict = truth.judge("out", np.concatenate([to_host(x) for x in parts]))
+    assert verdict.good, verdict
 
 
 def results(engine, sinks, softcap=0.0):
     """out, lse, dq, dk, dv and, with sinks, dsinks of one rank."""
-    case = Case("sinks", (257, 3, 64, 0, 100, 17, 190), dims=(128, 128), softcap=softcap, sinks=sinks is not None)
+    case = Case("sinks", LENGTHS, dims=(128, 128), softcap=softcap, sinks=sinks is not None)
     q, k, v, dout = map(engine.xp.asarray, random_inputs(case, BFLOAT16))
     layer = case.attention(thdattn.comm.init("single"), BFLOAT16, engine=engine.name, deterministic=True)
     plan = layer.plan(PackedBatch.from_lengths(case.lengths))
@@ -142,18 +183,6 @@ def test_gradients_of_sinks_are_shares_of_ranks():
     np.testing.assert_allclose(sum(shares), run(case, 1, FLOAT64, engine="reference").tokens["dsinks"], rtol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_decode_is_the_forward(kind):
-    case = replace(BY_NAME["one-document"], dims=(12, 8), **KINDS[kind])
-    q, k, v, _ = random_inputs(case, FLOAT64)
-    sinks = random_sinks(case, FLOAT64)
-    layer = case.attention(thdattn.comm.init("single"), FLOAT64, engine="reference")
-    wanted, _ = layer.forward(q, k, v, layer.plan(PackedBatch([0, len(q)])), sinks=sinks)
-    cache = layer.cache(1, len(q))
-    found = [layer.decode(q[rows], k[rows], v[rows], cache, sinks=sinks) for rows in (slice(0, 150), slice(150, None))]
-    np.testing.assert_allclose(np.concatenate(found), wanted, rtol=1e-12, atol=1e-13)
-
-
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
@@ -186,3 +215,98 @@ def test_saved_of_another_cap_or_with_changed_sinks_is_refused():
         layers[1].backward(x, saved)
     with pytest.raises(ValueError, match=r"saved\.sinks is"):
         layers[0].backward(x, replace(saved, sinks=np.zeros(3, np.float32)))
+
+
+# --- on a GPU alone --------------------------------------------------------------------------------------------
+
+
+@on_engines(with_kinds(DIMS), cuda=[BFLOAT16], portable=[BFLOAT16], cp_sizes=(1,))
+def test_every_head_dim_is_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
+
+
+@on_engines(with_kinds([case for case in DIMS if case.dims[0] in (64, 128)]), cuda=[FLOAT16], cp_sizes=(4,))
+def test_float16_is_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
+
+
+@on_engines(with_kinds(DIMS, ["both"]), cuda=[BFLOAT16], portable=[BFLOAT16], cp_sizes=(2,))
+def test_deterministic_is_the_oracle_and_bitwise_the_same(engine, case, dtype, cp_size):
+    assert_same_bits(*(engine.check(case, cp_size, dtype, deterministic=True) for _ in range(2)))
+
+
+def assert_exact(cupy, case, dtype, scale, shift=0.0, far=1.0, apart=97):
+    """Judge out, dq, dk, dv and dsinks of logits that are `scale` times as large as usual.
+
+    shift: of one column of q and, the other way, of k, so that logits are below 0. far: a factor of a few keys, so many
+    rows `apart`.
+    """
+    q, k, v, dout = random_inputs(case, dtype)
+    k[7::apart] *= np.asarray(far, dtype)
+    q[..., 0] += np.asarray(shift, dtype)
+    k[..., 0] -= np.asarray(shift, dtype)
+    sinks = random_sinks(case, dtype)
+    batch = PackedBatch(np.cumsum([0, *case.lengths]).astype(np.int32))
+    scale *= case.dims[0] ** -0.5
+    layer = case.attention(thdattn.comm.init("single"), dtype, engine="cuda", softmax_scale=scale)
+    out, saved = layer.forward(*map(cupy.asarray, (q, k, v)), layer.plan(batch), sinks=cupy.asarray(sinks))
+    *grads, dsinks = layer.backward(cupy.asarray(dout), saved)
+    truth = oracle.truth(batch, q, k, v, dout, softmax_scale=scale, softcap=case.softcap, sinks=sinks)
+    check_dsinks(truth, dout, sinks, to_host(dsinks))
+    for field, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+        verdict = truth.judge(field, to_host(x))
+        assert verdict.good, f"{field}: {verdict}"
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize(("softcap", "scale"), [*itertools.product((5.0, 50.0, 1e4), (1.0, 4.0)), (0.0, 4.0)])
+@pytest.mark.parametrize("dims", [(128, 128), (192, 192)], ids=str)
+def test_caps_are_exact_where_tanh_is_flat_and_where_it_bends(cupy, kernels, dims, softcap, scale, dtype):
+    case = Case("bends", (500, 40), heads=(4, 2), dims=dims, softcap=softcap, sinks=True)
+    assert_exact(cupy, case, dtype, scale)
+
+
+@gpu_only
+@pytest.mark.parametrize(("softcap", "scale", "length", "apart"), [
+    (5.0, 0.5, 500, 97), (15.0, 0.5, 500, 97), (50.0, 0.5, 500, 97), (50.0, 0.5, 2400, 1009), (30.0, 4.0, 2400, 1009)])
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_caps_are_exact_where_few_logits_are_far_from_0(cupy, kernels, dims, softcap, scale, length, apart):
+    """Those of a few keys, far above and far below the others, and the cap too: there no polynomial is right."""
+    case = Case("far", (length, 40), heads=(4, 2), dims=dims, softcap=softcap, sinks=True)
+    assert_exact(cupy, case, BFLOAT16, scale, far=2 * softcap, apart=apart)
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 50.0])
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_logits_that_are_all_below_0_are_exact(cupy, kernels, dims, softcap, dtype):
+    case = Case("below", (500, 40), heads=(4, 2), dims=dims, softcap=softcap, sinks=True)
+    assert_exact(cupy, case, dtype, 1.0, shift=12.0)
+
+
+@gpu_only
+def test_a_captured_graph_reads_the_sinks_that_are_there_and_writes_to_nothing_made_since(cupy):
+    case = Case("graph", LENGTHS, dims=(128, 128), sinks=True)
+    batch = PackedBatch(np.cumsum([0, *case.lengths]).astype(np.int32))
+    q, k, v, dout = map(cupy.asarray, random_inputs(case, BFLOAT16))
+    sinks = cupy.zeros(4, np.float32)
+    layer = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda", deterministic=True)
+
+    def step(plan):
+        out, saved = layer.forward(q, k, v, plan, sinks=sinks)
+        return saved, (out, *layer.backward(dout, saved))
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        plan = layer.plan(batch)
+        step(plan)
+        stream.begin_capture()
+        _saved, made = step(plan)  # kept, as replays write that again too
+        graph = stream.end_capture()
+        others = [cupy.full(size, 0xAB, np.uint8) for size in (16, 512, 1024, 2048, 4096, 2**14) for _ in range(16)]
+        sinks[...] = cupy.asarray(random_sinks(case, BFLOAT16))
+        graph.launch()
+        found = [to_host(x) for x in made]
+        assert [x.tobytes() for x in found] == [to_host(x).tobytes() for x in step(plan)[1]]
+        assert all((to_host(x) == 0xAB).all() for x in others)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import Case, check
+from cases import BFLOAT16, Case, check, gpu_only
 from late_rows import come_late, hide_all
 from test_balanced import CP_SIZES, PACKS, WINDOWS, batch_of, plan_of, random_pack, visible
 from test_methods import BY_NAME
 from ways import Way, run_way
 
 import thdattn
-from thdattn import Sharding
+from thdattn import PackedBatch, Sharding
 from thdattn.comm.local import LocalComm
-from thdattn.engines import NEW_ARRAYS, reference
+from thdattn.engines import (
+    NEW_ARRAYS,
+    AttentionOptions,
+    BackwardInputs,
+    BackwardOutputs,
+    ForwardInputs,
+    ForwardOutputs,
+    reference,
+)
+from thdattn.kernels.configs import TILES
 from thdattn.methods import group_cast
+from thdattn.plan.plan import Plan
 
 FLOAT64 = np.dtype("float64")
 ONE = Way("all_gather", "balanced", 2)
@@ -181,3 +192,143 @@ def test_a_rank_that_gets_nothing_waits_for_nobody_before_it_computes(monkeypatc
         return plan.routes.num_received, events[threading.get_ident()]
 
     assert thdattn.comm.run_local(2, program) == [(44, ["waits", "attends"]), (0, ["attends", "waits"])]
+
+
+# --- on a GPU alone --------------------------------------------------------------------------------------------
+
+LENGTHS = (1500, 300, 300, 900, 40, 128, 700)  # on 2 and on 4 ranks, all have tiles of either kind
+ON_GPU = (
+    Case("causal", LENGTHS, heads=(8, 2)),
+    Case("full", LENGTHS, heads=(8, 2), causal=False, slack=70),
+    Case("window", LENGTHS, heads=(8, 2), window=(200, 0)),
+    Case("one-document", (1200,), heads=(8, 2)),
+    Case("whole-documents", (128,) * 10, heads=(8, 2)),
+    Case("one-rank-receives", (380, 310, 160, 190, 30, 50), heads=(8, 2)),
+)
+
+
+@gpu_only
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 1000, 5000])
+def test_two_parts_of_tiles_keep_their_orders(cupy, count):
+    from thdattn.engines.cuda.plan import parts_of
+
+    rng = np.random.default_rng(count)
+    orders = np.stack([rng.permutation(count) for _ in range(2)]).astype(np.int32)
+    for second in (rng.random(count) < 0.4, np.zeros(count, bool), np.ones(count, bool)):
+        parts = parts_of(cupy.asarray(orders), second)
+        for part, flag in zip(parts, (False, True), strict=True):
+            wanted = [order[second[order] == flag].tolist() for order in orders]
+            assert part.get().tolist() == wanted
+
+
+@gpu_only
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("case", "way"), [
+    *((case, way) for case in ON_GPU for way in (*WAYS[:3:2], WAYS[-1])),
+    *((replace(ON_GPU[0], dims=dims), ONE) for dims in TILES),
+], ids=str)  # fmt: skip
+def test_rows_that_come_late_to_a_gpu_are_in_the_results(cupy, monkeypatch, kernels, case, way, deterministic):
+    come_late(monkeypatch)
+    hide_all(monkeypatch)
+    for keep in (True, False):
+        check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic,
+                                      keep_keys=keep))
+
+
+@gpu_only
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
+def test_hiding_changes_no_bit(cupy, monkeypatch, kernels, case, deterministic):
+    def results():
+        return run_way(case, ONE, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic).tokens
+
+    shown = results()
+    hide_all(monkeypatch)
+    for hidden in (results(), results()):
+        for field in shown if deterministic else ("out", "lse", "max_logit"):
+            assert hidden[field].tobytes() == shown[field].tobytes(), field
+
+
+def plan_and_inputs(cupy, dims, cp_rank=0):
+    """A plan with tiles of either kind, q, keys, values and dout; and which rows of queries and keys are foreign."""
+    cuda = importlib.import_module("thdattn.engines.cuda")
+    sharding, tiles = Sharding(PackedBatch.from_lengths(LENGTHS), 2, "balanced"), cuda.tiles(*dims)
+    arrays = cuda.plan_arrays(sharding, cp_rank, (-1, 0), tiles)
+    plan = Plan(sharding, cp_rank, (-1, 0), dims, tiles, arrays, cuda, sharding.batch)
+    rng = np.random.default_rng(0)
+    shapes = [(rows, heads, width) for rows, heads, width in (
+        (plan.local_rows, 8, dims[0]), (plan.key_rows, 2, dims[0]), (plan.key_rows, 2, dims[1]),
+        (plan.local_rows, 8, dims[1]))]
+    arrays = [cupy.asarray(rng.standard_normal(shape).astype(BFLOAT16)) for shape in shapes]
+    foreign = [np.repeat(flags, tile)[:rows] for flags, tile, rows in zip(
+        plan.foreign_tiles, tiles, (plan.local_rows, plan.key_rows), strict=True)]
+    assert all(0 < rows.sum() < len(rows) for rows in foreign)
+    return plan, arrays, foreign
+
+
+OPTIONS, FLOAT32 = AttentionOptions(0.1), np.dtype(np.float32)
+
+
+def nan_rows(x):
+    return np.isnan(x.reshape(len(x), -1)).all(axis=1)
+
+
+@gpu_only
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_halfway_all_tiles_of_queries_that_need_no_other_rank_are_done(cupy, kernels, dims):
+    cuda = importlib.import_module("thdattn.engines.cuda")
+    plan, (q, k, v, _), (foreign, _) = plan_and_inputs(cupy, dims)
+    out, lse = cuda.empty((len(q), 8, dims[1]), q.dtype), cuda.empty((8, len(q)), np.float32)
+    before = []
+    cuda.attn_fwd(ForwardInputs(q, k, v, plan), OPTIONS, ForwardOutputs((out, lse), max_logit=True),
+                  lambda: before.append((out.get().astype(np.float32), lse.get().T)))
+    for half, whole in zip(before[0], (out.get().astype(np.float32), lse.get().T), strict=True):
+        np.testing.assert_array_equal(nan_rows(half), foreign)
+        np.testing.assert_array_equal(half[~foreign], whole[~foreign])
+        assert not np.isnan(whole).any()
+
+
+@gpu_only
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_halfway_all_tiles_of_keys_of_other_ranks_have_their_gradients(cupy, kernels, dims):
+    cuda = importlib.import_module("thdattn.engines.cuda")
+    plan, (q, k, v, dout), (_, foreign) = plan_and_inputs(cupy, dims)
+    out, lse, _ = cuda.attn_fwd(ForwardInputs(q, k, v, plan), OPTIONS)
+    before = []
+    dq, *grads = cuda.attn_bwd(BackwardInputs(dout, q, k, v, out, lse, plan), OPTIONS, BackwardOutputs(FLOAT32),
+                               lambda *grads: before.append([x.get() for x in grads]))
+    assert not np.isnan(dq.get().astype(np.float32)).any()
+    for half, whole in zip(before[0], (x.get() for x in grads), strict=True):
+        np.testing.assert_array_equal(nan_rows(half), ~foreign)
+        np.testing.assert_array_equal(half[foreign], whole[foreign])
+        assert not np.isnan(whole).any()
+
+
+@gpu_only
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_rows_that_no_other_rank_has_are_rounded_by_the_kernel(cupy, kernels, dims, deterministic):
+    cuda = importlib.import_module("thdattn.engines.cuda")
+    plan, (q, k, v, dout), _ = plan_and_inputs(cupy, dims)
+    out, lse, _ = cuda.attn_fwd(ForwardInputs(q, k, v, plan), OPTIONS)
+
+    def grads(**outputs):
+        options = OPTIONS._replace(deterministic=deterministic)
+        return cuda.attn_bwd(
+            BackwardInputs(dout, q, k, v, out, lse, plan), options, BackwardOutputs(FLOAT32, **outputs))[1:]
+
+    rounded = [cuda.empty((plan.local_rows, 2, width), BFLOAT16) for width in dims]
+    into = [cuda.empty((plan.key_rows, 2, width), np.float32) for width in dims]
+    whole, others = [x.get() for x in grads()], [x.get() for x in grads(dk_dv=into, own_rows=rounded)]
+    places = plan.arrays.places.get()
+    mine = places >= 0
+    assert 0 < mine.sum() < len(mine)
+    tolerance = 0 if deterministic else 2**-7  # elsewhere shares are added in any order
+    for x, wanted, result in zip(others, whole, rounded, strict=True):
+        result = result.get()
+        np.testing.assert_allclose(x[~mine], wanted[~mine], rtol=1e-4 * (not deterministic), atol=1e-4)
+        np.testing.assert_allclose(result[places[mine]].astype(np.float32),
+                                   wanted[mine].astype(BFLOAT16).astype(np.float32), rtol=tolerance, atol=1e-4)
+        if deterministic or kernels == "portable":  # else there may be shares of several heads
+            assert nan_rows(x)[mine].all(), "they are written once"
+        np.testing.assert_array_equal(nan_rows(result.astype(np.float32)), ~np.isin(np.arange(len(result)), places))
