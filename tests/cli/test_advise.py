@@ -53,27 +53,22 @@ def counted(way, cp_size, shape, batch):
     return tuple(np.max(thdattn.comm.run_local(cp_size, program), axis=0).tolist())
 
 
-HEADS = {"grouped": (8, 4), "one per rank": (4, 4), "one for all": (4, 1)}
+SHAPE = Shape(8, 4, head_dim=8, engine="reference")
+SHAPES = {"grouped": SHAPE, "one per rank": replace(SHAPE, num_heads=4), "window": replace(SHAPE, window=(9, 0)),
+          "one for all": replace(SHAPE, num_heads=4, num_kv_heads=1)}  # fmt: skip
 
 
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("way", [*model.ways(4), Way("a2a", "dual_chunk"), Way("p2p", "contiguous")], ids=str)
-def test_bytes_are_those_that_the_busiest_rank_receives(way, heads):
-    shape, batch = Shape(*heads, head_dim=8, engine="reference"), batch_for(way, 4)
-    if way.inner > heads[1]:
+def test_bytes_are_those_that_the_busiest_rank_receives(way, shape):
+    batch = batch_for(way, 4)
+    if way.inner > shape.num_kv_heads:
         with pytest.raises(ValueError, match="send keys of shared heads twice"):
             cost(batch, 4, shape, way)
         return
     found = cost(batch, 4, shape, way).received
     assert (found.forward, found.backward) == counted(way, 4, shape, batch)
     assert min(found) > 0
-
-
-@pytest.mark.parametrize("way", [Way("all_gather", "balanced"), Way("a2a", "contiguous")], ids=str)
-def test_bytes_of_a_window_are_those_that_the_busiest_rank_receives(way):
-    shape, batch = Shape(6, 3, head_dim=8, window=(9, 0), engine="reference"), batch_for(way, 3)
-    found = cost(batch, 3, shape, way).received
-    assert (found.forward, found.backward) == counted(way, 3, shape, batch)
 
 
 # ------------------------------------------------------------------------------------------------ work
@@ -241,8 +236,7 @@ def test_recommendation_for_eight_ranks_of_a_machine(lengths, heads, kinds):
 
 def test_recommendation_for_many_machines_exchanges_heads_inside_them():
     found, _ = compared([60_000, 50_000, 40_000, 30_000], 64, Shape(64, 8, per_node=8))
-    way = recommended(found).way
-    assert way.cp_comm_type == "a2a+all_gather" and way.sharding == "balanced" and way.inner <= 8
+    assert recommended(found).way[:2] == ("a2a+all_gather", "balanced") and recommended(found).way.inner <= 8
 
 
 def test_costs_are_sorted_and_every_way_is_there_or_refused():
@@ -276,6 +270,9 @@ def table(text):
     return {way: columns.replace(",", "").split() for way, columns in rows}
 
 
+QUESTION = "--lengths", "16384", "--ranks", 4, "--heads", 4
+
+
 def test_command_prints_every_way_and_code_that_takes_the_best(capsys):
     status, text, errors = run(capsys, "--lengths", "8x512,300", "--ranks", 4, "--heads", 8, "--kv-heads", 2)
     assert (status, errors) == (0, "")
@@ -301,11 +298,6 @@ def test_code_of_two_levels_and_a_mask_runs():
     assert thdattn.comm.run_local(4, program) == [((9, 9), 2, "a2a+all_gather")] * 4
 
 
-def test_window_of_the_question_is_the_one_that_is_recommended(capsys):
-    _, text, _ = run(capsys, "--lengths", "8192", "--heads", 4, "--window", 100)
-    assert re.findall(r"window=\([-\d, ]+\)", text) == ["window=(100, 0)"] * 2
-
-
 def test_padding_that_a_way_needs_is_in_its_row_and_in_the_code(capsys):
     _, text, _ = run(capsys, "--lengths", "65536", "--ranks", 4, "--heads", 32, "--kv-heads", 2)
     multiples = {way: int(columns[0]) for way, columns in table(text).items()}
@@ -316,9 +308,8 @@ def test_padding_that_a_way_needs_is_in_its_row_and_in_the_code(capsys):
 
 
 def test_rates_that_are_passed_are_used_and_said(capsys):
-    words = ("--lengths", "16384", "--ranks", 4, "--heads", 4)
-    _, usual, _ = run(capsys, *words)
-    _, text, _ = run(capsys, *words, "--compute", "73,65", "--link", 1, "--latency", 500)
+    _, usual, _ = run(capsys, *QUESTION)
+    _, text, _ = run(capsys, *QUESTION, "--compute", "73,65", "--link", 1, "--latency", 500)
     assert "73 TFLOP/s forward (passed), 65 TFLOP/s backward (passed), 1 GB/s between GPUs (passed)" in text
     assert "500 us of latency (passed)" in text and "45 GB/s between machines (H200)" in text
     assert "(passed)" not in usual
@@ -333,37 +324,30 @@ def test_a_way_that_cannot_work_is_listed_with_the_reason(capsys):
     assert reasons.startswith("a2a, contiguous num_heads is 28 and num_kv_heads 4, wanted heads that can be spread")
 
 
-def test_masks_change_what_is_needed(capsys):
-    words = ("--lengths", "16384", "--ranks", 4, "--heads", 4)
-    all_, window, full = (table(run(capsys, *words, *mask)[1])["all_gather, balanced"]
-                          for mask in ((), ("--window", 256), ("--full",)))
+def test_masks_change_what_is_needed_and_recommended(capsys):
+    said = [run(capsys, *QUESTION, *mask)[1] for mask in ((), ("--window", 256), ("--full",))]
+    all_, window, full = (table(text)["all_gather, balanced"] for text in said)
     assert float(window[1]) < float(all_[1]) <= float(full[1])
     assert float(window[-1]) < float(all_[-1]) < float(full[-1])
+    assert re.findall(r"window=\([-\d, ]+\)", said[1]) == ["window=(256, 0)"] * 2
 
 
-def test_a_folder_gives_a_pack_of_its_documents(tmp_path, capsys):
-    for number, size in enumerate((100, 300, 5000)):
-        (tmp_path / f"{number}.txt").write_bytes(bytes(size))
+def test_documents_of_a_folder_make_one_pack_and_only_those_that_do_not_fit_are_split(tmp_path, capsys):
     words = ("--data", tmp_path, "--tokens", 1024, "--ranks", 2, "--heads", 2)
-    first, again = (run(capsys, *words, "--seed", seed) for seed in (1, 1))
-    assert first == again and first[0] == 0
-    documents_, tokens, longest = re.match(r"pack +(\d+) \w+, ([\d,]+) tokens, the longest ([\d,]+)", first[1]).groups()
-    assert int(tokens.replace(",", "")) <= 1024 and int(longest.replace(",", "")) <= 1024 and int(documents_) >= 1
-
-
-def test_a_document_that_fits_is_not_split(tmp_path, capsys):
     (tmp_path / "one").write_bytes(bytes(300))
-    _, text, _ = run(capsys, "--data", tmp_path, "--tokens", 1024, "--ranks", 2, "--heads", 2)
-    assert text.startswith("pack    1 document, 300 tokens, the longest 300\n")
+    assert run(capsys, *words)[1].startswith("pack    1 document, 300 tokens, the longest 300\n")
+    (tmp_path / "long").write_bytes(bytes(5000))
+    first, again = (run(capsys, *words, "--seed", 1) for _ in range(2))
+    assert first == again and first[0] == 0
+    tokens, longest = re.match(r"pack .* documents?, ([\d,]+) tokens, the longest ([\d,]+)", first[1]).groups()
+    assert int(longest.replace(",", "")) <= int(tokens.replace(",", "")) <= 1024
 
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--lengths", "12,x"), "--lengths has 'x', wanted lengths with commas between"),
-    (("--lengths", "-4"), "--lengths has '-4', wanted lengths"),
     (("--lengths", "0,3x0"), "--lengths is '0,3x0', wanted at least one token"),
     (("--lengths", "8", "--ranks", 1), "--ranks is 1, wanted >= 2"),
     (("--lengths", "8", "--ranks", 100_000), "--ranks is 100000, wanted <= 1024"),
-    (("--lengths", "8", "--heads", 0), "--heads is 0, wanted >= 1"),
     (("--lengths", "8", "--heads", 6, "--kv-heads", 4), "num_heads is 6, not a multiple of num_kv_heads = 4"),
     (("--lengths", "8", "--gpus-per-node", 3), "--gpus-per-node is 3, wanted a divisor of --ranks, 8"),
     (("--lengths", "8", "--window", -2), "window is (-2, -1), wanted numbers >= -1"),
@@ -372,8 +356,6 @@ def test_a_document_that_fits_is_not_split(tmp_path, capsys):
     (("--lengths", "8", "--link", "nan"), "--link has nan, wanted a finite number above 0"),
     (("--data", "{tmp}"), "--tokens is missing, wanted the rows of a pack of --data"),
     (("--data", "{tmp}/nowhere", "--tokens", 64), "--data is {tmp}/nowhere, wanted a folder that exists"),
-    (("--data", "{tmp}", "--tokens", 0), "--tokens is 0, wanted >= 1"),
-    (("--lengths", "no.csv"), "--lengths has 'no.csv', wanted lengths with commas between, NxL for N"),
 ])  # fmt: skip
 def test_error_is_one_line_and_status_2(words, message, tmp_path, capsys):
     status, _, errors = run(capsys, *(str(word).format(tmp=tmp_path) for word in words))

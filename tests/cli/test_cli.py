@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from launch import SOURCE, run_ranks
+from launch import run, run_ranks
 
 import thdattn
 from thdattn import __version__, install
@@ -32,15 +31,12 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
-def info_without(blocked: tuple[str, ...], error: str, folder: Path) -> str:
+def info_without(blocked: tuple[str, ...], error: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (folder / "sitecustomize.py").write_text(BLOCKER.format(blocked=blocked, error=error))
-    run = subprocess.run(
-        [sys.executable, "-m", "thdattn", "info"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(SOURCE)])},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    done = run([sys.executable, "-m", "thdattn", "info"], 120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def rows(output: str, label: str) -> list[str]:
@@ -48,8 +44,8 @@ def rows(output: str, label: str) -> list[str]:
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError"])
-def test_info_needs_only_numpy_and_ml_dtypes(error, tmp_path):
-    output = info_without(("cupy", "mpi4py"), error, tmp_path)
+def test_info_needs_only_numpy_and_ml_dtypes(error, tmp_path, monkeypatch):
+    output = info_without(("cupy", "mpi4py"), error, tmp_path, monkeypatch)
     assert rows(output, "numpy")[0].split() == [np.__version__, np.__file__]
     assert rows(output, "CuPy") == [f"-           {error}: blocked by the test: cupy"]
     assert rows(output, "mpi4py")[0].startswith("-")
@@ -61,12 +57,12 @@ def test_info_needs_only_numpy_and_ml_dtypes(error, tmp_path):
     assert any("mpi4py, MPI" in text and remedy("mpich") in text for text in remedies)
 
 
-def test_info_says_that_the_mpi_library_is_missing_where_only_mpi4py_is_there(tmp_path):
+def test_info_says_that_the_mpi_library_is_missing_where_only_mpi4py_is_there(tmp_path, monkeypatch):
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '4.1.2'\nclass rc: pass\n")
     (package / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')\n")
-    output = info_without(("cupy",), "ImportError", tmp_path)
+    output = info_without(("cupy",), "ImportError", tmp_path, monkeypatch)
     assert rows(output, "mpi4py")[0].split() == ["4.1.2", str(package / "__init__.py")]
     assert rows(output, "MPI") == ["-           RuntimeError: cannot load MPI library"]
 
@@ -174,13 +170,13 @@ def test_info_of_ranks_that_found_no_gpus_says_why(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(blocked=("cupy",), error="ImportError"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    run = run_ranks(2, Path("-m"), "thdattn", "info", python=())
-    assert run.returncode == 0, run.stderr
+    done = run_ranks(2, Path("-m"), "thdattn", "info", python=())
+    assert done.returncode == 0, done.stderr
     reason = ("no usable GPU on rank 0 and 1 more: RuntimeError: CuPy cannot be loaded (ImportError: blocked by the "
               "test: cupy)")
-    assert rows(run.stdout, "engine")[0].startswith(f"reference: {reason}")
-    assert rows(run.stdout, "transport")[0].startswith(f"host arrays: {reason}")
-    (said,) = [line for line in run.stderr.splitlines() if "cupy" in line]
+    assert rows(done.stdout, "engine")[0].startswith(f"reference: {reason}")
+    assert rows(done.stdout, "transport")[0].startswith(f"host arrays: {reason}")
+    (said,) = [line for line in done.stderr.splitlines() if "cupy" in line]
     assert said.startswith(f"thdattn.comm.init uses MPI and host arrays (NumPy), not NCCL: {reason}")
 
 
@@ -218,29 +214,27 @@ def test_check_passes_on_the_reference_engine(capsys):
     assert "FAIL" not in output
 
 
-def test_check_fails_on_an_engine_that_is_a_little_wrong(monkeypatch, capsys):
-    right = reference.attn_bwd
-
-    def wrong(*arguments, **how):
+def wrong_dk(right):
+    def backward(*arguments, **how):
         dq, dk, dv = right(*arguments, **how)
         return dq, dk * np.asarray(1.5, dk.dtype), dv
 
-    monkeypatch.setattr(reference, "attn_bwd", wrong)
-    monkeypatch.setattr(check, "CASES", check.CASES[:2])
-    assert main(["check", "--engine", "reference"]) == 1
-    assert "4 of 4 FAILED" in capsys.readouterr().out
+    return backward
 
 
-def test_check_fails_on_padding_that_is_not_exactly_zero(monkeypatch, capsys):
-    right = reference.attn_fwd
-
-    def wrong(inputs, *arguments, **how):
+def padding_is_not_0(right):
+    def forward(inputs, *arguments, **how):
         out, lse, max_logit = right(inputs, *arguments, **how)
-        plan = inputs.plan
-        out[plan.key_ranges[:, 0] == plan.key_ranges[:, 1]] = 1e-6  # far below every budget in bfloat16
+        ranges = inputs.plan.key_ranges
+        out[ranges[:, 0] == ranges[:, 1]] = 1e-6  # far below every budget in bfloat16
         return out, lse, max_logit
 
-    monkeypatch.setattr(reference, "attn_fwd", wrong)
+    return forward
+
+
+@pytest.mark.parametrize(("function", "defect"), [("attn_bwd", wrong_dk), ("attn_fwd", padding_is_not_0)])
+def test_check_fails_on_an_engine_that_is_a_little_wrong(monkeypatch, capsys, function, defect):
+    monkeypatch.setattr(reference, function, defect(getattr(reference, function)))
     monkeypatch.setattr(check, "CASES", [case for case in check.CASES if case.name == "ragged lengths"])
     assert main(["check", "--engine", "reference"]) == 1
     assert "2 of 2 FAILED" in capsys.readouterr().out
@@ -248,11 +242,11 @@ def test_check_fails_on_padding_that_is_not_exactly_zero(monkeypatch, capsys):
 
 @pytest.mark.exhaustive
 def test_check_runs_on_the_real_ranks_and_prints_once():
-    run = run_ranks(2, Path("-m"), "thdattn", "check", "--engine", "reference")
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("all PASS") == 1
-    assert all(case.name in run.stdout for case in check.CASES)
-    assert "ranks   2, backend 'mpi'" in run.stdout
+    done = run_ranks(2, Path("-m"), "thdattn", "check", "--engine", "reference")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all PASS") == 1
+    assert all(case.name in done.stdout for case in check.CASES)
+    assert "ranks   2, backend 'mpi'" in done.stdout
 
 
 def test_version(capsys):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
-from launch import SOURCE, run_ranks
+from launch import SOURCE, run, run_ranks
 
 import thdattn
 
@@ -27,28 +25,22 @@ def run_here(monkeypatch, capsys, *words):
 
 def test_two_simulated_ranks_pass_and_plot_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    command = [sys.executable, str(EXAMPLE), *SMALL, "--ranks", "2", "--plot", str(tmp_path / "picture.png")]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 ranks (simulated in this process)" in run.stdout
-    assert run.stdout.count("PASS") == 5  # out, dq, dk, dv, padding
-    assert "NaN on purpose" in run.stdout
-    picture = (tmp_path / "picture.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    plot = tmp_path / "picture.png"
+    done = run([sys.executable, str(EXAMPLE), *SMALL, "--ranks", "2", "--plot", str(plot)], 300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks (simulated in this process)" in done.stdout and "NaN on purpose" in done.stdout
+    assert done.stdout.count("PASS") == 5  # out, dq, dk, dv, padding
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
 
 
 def test_two_processes_print_one_report():
-    run = run_ranks(2, EXAMPLE, *SMALL)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 ranks (processes, backend" in run.stdout
-    assert run.stdout.count("PASS") == 5
+    done = run_ranks(2, EXAMPLE, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks (processes, backend" in done.stdout and done.stdout.count("PASS") == 5
 
 
 @pytest.mark.parametrize(
-    "options",
-    ["--full", "--window 100 --seed 3", "--full --window 50 --sharding contiguous", "--window 100 --sharding balanced"],
-)
+    "options", ["--window 100 --seed 3", "--full --window 50 --sharding contiguous", "--full --sharding balanced"])
 def test_every_mask_and_sharding_passes(monkeypatch, capsys, options):
     status, said = run_here(monkeypatch, capsys, "--ranks", "3", *options.split())
     assert status == 0 and said.count("PASS") == 5, said

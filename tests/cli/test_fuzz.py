@@ -58,10 +58,6 @@ def run_fuzz(capsys, *words):
     return status, capsys.readouterr().out
 
 
-def test_a_gpu_draws_no_trees():
-    assert not any(case.parents for case in cases(0, 320, "cuda"))
-
-
 # --- what is drawn -----------------------------------------------------------------------------------------------
 
 
@@ -111,6 +107,7 @@ def test_lines_that_are_no_case_are_refused(line, message, capsys):
 
 def test_a_gpu_compiles_for_few_configurations_and_sees_many_masks():
     drawn = cases(0, 128, "cuda", 2)
+    assert not any(case.parents for case in cases(0, 320, "cuda")), "trees are for the NumPy engine"
     assert len({(case.dims, case.dtype, case.softcap > 0, case.sinks, case.mixer) for case in drawn}) == 1
     assert len({(case.causal, case.window) for case in drawn}) > 40
     assert {case.ranks for case in drawn} == {2}
@@ -139,70 +136,66 @@ def test_some_dozen_packs_pass_on_simulated_ranks(capsys, tmp_path):
     assert set(entry["sources"]) == {"commit", "kernel_sources"}
 
 
-def found_and_repeated(capsys, *words):
-    """Why the first case failed that a soak found; it fails again by its line, and passes without the defect."""
-    status, said = run_fuzz(capsys, "--packs", "16", "--seconds", "600", *words)
-    failed = LINE.search(said)
-    assert status == 1 and failed, said
-    again, what = run_fuzz(capsys, "--case", failed[1])
-    assert again == 1 and LINE.search(what)[2] == failed[2]
-    return failed[1], failed[2]
+def one_key_too_many(right):
+    return lambda rows, window: right(rows, (window[0], window[1] + (window[1] > 0)))
 
 
-def test_one_key_too_many_at_the_right_is_found(capsys, monkeypatch):
-    right = ranges._rows_in_sight
-
-    def wrong(rows, window):
-        return right(rows, (window[0], window[1] + (window[1] > 0)))
-
-    monkeypatch.setattr(ranges, "_rows_in_sight", wrong)
-    line, why = found_and_repeated(capsys)
-    assert "errs by" in why
-    monkeypatch.undo()
-    assert run_fuzz(capsys, "--case", line)[0] == 0
-
-
-def test_two_rows_that_change_places_are_found(capsys, monkeypatch):
-    right = reference.attn_fwd
-
-    def wrong(q, *arguments, **named):
-        out, *others = right(q, *arguments, **named)
+def rows_change_places(right):
+    def wrong(*arguments, **named):
+        out, *others = right(*arguments, **named)
         if len(out) > 40:
             out[[7, 8]] = out[[8, 7]]
         return out, *others
 
-    monkeypatch.setattr(reference, "attn_fwd", wrong)
-    line, why = found_and_repeated(capsys)
-    monkeypatch.undo()
-    assert "out" in why and run_fuzz(capsys, "--case", line)[0] == 0
+    return wrong
 
 
-def test_bits_that_differ_between_two_calls_are_found(capsys, monkeypatch):
-    right, calls = reference.attn_fwd, []
+def bits_change(right):
+    calls = []
 
-    def wrong(q, *arguments, **named):
-        out, lse, max_logit = right(q, *arguments, **named)
-        calls.append(q)
+    def wrong(*arguments, **named):
+        out, lse, max_logit = right(*arguments, **named)
+        calls.append(out)
         lse[lse == lse.max(initial=-np.inf)] += np.float32(1e-6) * len(calls)
         return out, lse, max_logit
 
-    monkeypatch.setattr(reference, "attn_fwd", wrong)
-    status, said = run_fuzz(capsys, "--case", f"{SEVERAL_KEYS} again=yes dtype=float32")
-    assert status == 1 and "arrays differ in bits" in said
-    assert run_fuzz(capsys, "--case", f"{SEVERAL_KEYS} dtype=float32")[0] == 0
+    return wrong
 
 
-def test_padding_that_is_not_0_is_found(capsys, monkeypatch):
-    right = reference.attn_bwd
-
+def padding_is_1(right):
     def wrong(*arguments, **named):
         dq, *others = right(*arguments, **named)
         dq[-1] += 1
         return dq, *others
 
-    monkeypatch.setattr(reference, "attn_bwd", wrong)
-    status, said = run_fuzz(capsys, "--case", f"{SEVERAL_KEYS} slack=3")
-    assert status == 1 and "dq is not 0 on padding" in said
+    return wrong
+
+
+def raises(right):
+    def wrong(*arguments, **named):
+        raise ValueError("a mistake")
+
+    return wrong
+
+
+@pytest.mark.parametrize(("place", "name", "defect", "line", "why"), [
+    (ranges, "_rows_in_sight", one_key_too_many, None, "errs by"),
+    (reference, "attn_fwd", rows_change_places, None, "out"),
+    (reference, "attn_fwd", bits_change, f"{SEVERAL_KEYS} again=yes dtype=float32", "arrays differ in bits"),
+    (reference, "attn_bwd", padding_is_1, f"{SEVERAL_KEYS} slack=3", "dq is not 0 on padding"),
+    (reference, "attn_fwd", raises, SEVERAL_KEYS, "ValueError: a mistake"),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+def test_a_defect_is_found_and_its_line_repeats_it(capsys, monkeypatch, place, name, defect, line, why):
+    """A soak finds those that have no line."""
+    monkeypatch.setattr(place, name, defect(getattr(place, name)))
+    words = ("--case", line) if line else ("--packs", "16", "--seconds", "600")
+    status, said = run_fuzz(capsys, *words)
+    failed = LINE.search(said)
+    assert status == 1 and failed and why in failed[2], said
+    again, what = run_fuzz(capsys, "--case", failed[1])
+    assert again == 1 and LINE.search(what)[2] == failed[2]
+    monkeypatch.undo()
+    assert run_fuzz(capsys, "--case", failed[1])[0] == 0
 
 
 def test_a_second_rounding_is_more_than_luck(capsys, monkeypatch):
@@ -238,15 +231,6 @@ def test_a_baseline_that_is_right_by_luck_does_not_fail_a_pack(capsys, monkeypat
     monkeypatch.setattr(mixers, "mixer_start", without_states)
     status, said = run_fuzz(capsys, "--case", line)
     assert status == 1 and "errs by" in said
-
-
-def test_an_error_of_a_rank_is_a_failure_of_its_case(capsys, monkeypatch):
-    def wrong(*arguments, **named):
-        raise ValueError("a mistake")
-
-    monkeypatch.setattr(reference, "attn_fwd", wrong)
-    status, said = run_fuzz(capsys, "--case", SEVERAL_KEYS)
-    assert status == 1 and LINE.search(said)[2] == "ValueError: a mistake"
 
 
 # --- real ranks --------------------------------------------------------------------------------------------------
@@ -351,20 +335,14 @@ def test_lines_that_are_no_round_are_refused(line, capsys):
     assert "pass a line that fuzz printed" in capsys.readouterr().err
 
 
-def test_memory_that_stays_in_use_is_found(monkeypatch):
+@pytest.mark.parametrize("shared", [True, False])
+def test_memory_that_stays_in_use_is_found_where_no_other_program_uses_gpus(monkeypatch, shared):
     monkeypatch.setattr(chaos, "gpu_memory", lambda: [900, 400])
-    monkeypatch.setattr(chaos, "gpus_are_shared", lambda: False)
+    monkeypatch.setattr(chaos, "gpus_are_shared", lambda: shared)
     monkeypatch.setattr(chaos, "shared_memory", lambda: {"mpich_shm_1", "window", "old"})
-    wrong, of_libraries = chaos.left_behind([400, 390], {"old"}, 0.1)
-    assert wrong == ["GPU 0 has 900 MiB in use, and had 400 before the first round",
-                     "/dev/shm has window more than before"]  # fmt: skip
-    assert of_libraries == 1
-
-
-def test_memory_of_gpus_that_other_programs_use_is_not_judged(monkeypatch):
-    monkeypatch.setattr(chaos, "gpu_memory", lambda: [900, 400])
-    monkeypatch.setattr(chaos, "gpus_are_shared", lambda: True)
-    assert chaos.left_behind([400, 390], chaos.shared_memory(), 0.1)[0] == []
+    (*of_gpus, of_host), of_libraries = chaos.left_behind([400, 390], {"old"}, 0.1)
+    assert of_gpus == ["GPU 0 has 900 MiB in use, and had 400 before the first round"] * (not shared)
+    assert of_host == "/dev/shm has window more than before" and of_libraries == 1
 
 
 def test_a_process_that_uses_cuda_is_found(monkeypatch, tmp_path):

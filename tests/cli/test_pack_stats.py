@@ -56,18 +56,13 @@ def test_first_fit_holds_every_item_once_and_fills_no_pack_beyond_its_rows(sizes
     assert all(0 < sum(size for size, _ in pack) <= 32 for pack in made)
 
 
-def test_item_longer_than_a_pack_is_refused_rather_than_dropped():
-    with pytest.raises(ValueError, match="an item takes 11 rows, wanted at most 10, the rows of a pack; split it"):
-        packs([3, 11], 10)
-
-
-@pytest.mark.parametrize(("capacity", "look_ahead", "message"), [
-    (0, 64, "capacity is 0, wanted >= 1"), (-5, 64, "capacity is -5, wanted >= 1"),
-    (10, 0, "look_ahead is 0, wanted >= 1"),
+@pytest.mark.parametrize(("sizes", "capacity", "look_ahead", "message"), [
+    ([3, 11], 10, 64, "an item takes 11 rows, wanted at most 10, the rows of a pack; split it"),
+    ([3, 7], 0, 64, "capacity is 0, wanted >= 1"), ([3, 7], 10, 0, "look_ahead is 0, wanted >= 1"),
 ])  # fmt: skip
-def test_packs_that_can_hold_nothing_are_refused_rather_than_items_dropped(capacity, look_ahead, message):
+def test_items_that_fit_no_pack_are_refused_rather_than_dropped(sizes, capacity, look_ahead, message):
     with pytest.raises(ValueError, match=message):
-        packs([3, 7], capacity, look_ahead)
+        packs(sizes, capacity, look_ahead)
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -81,12 +76,9 @@ def test_documents_per_pack_counts_pieces_of_split_documents():
 
 
 def test_documents_are_padded_and_split_as_asked():
-    counts, _ = pack_stats.documents_per_pack(np.full(64, 5), 64, 1, 64, seed=0)
-    assert set(counts) == {12, 4}  # 64 = 5 * 12 + 4
-    counts, _ = pack_stats.documents_per_pack(np.full(64, 5), 64, 16, 64, seed=0)
-    assert set(counts) == {4}
-    counts, _ = pack_stats.documents_per_pack(np.full(64, 64), 64, 1, 16, seed=0)
-    assert set(counts) == {4}
+    for length, multiple, longest, wanted in ((5, 1, 64, {12, 4}), (5, 16, 64, {4}), (64, 1, 16, {4})):
+        counts, _ = pack_stats.documents_per_pack(np.full(64, length), 64, multiple, longest, seed=0)
+        assert set(counts) == wanted  # 64 = 5 * 12 + 4
 
 
 def test_candidates_worked_by_hand():
@@ -166,8 +158,7 @@ def test_command_prints_how_many_rounds_and_steps_fall_back(lengths, capsys):
 
 
 def test_same_seed_gives_the_same_text_and_another_one_another(lengths, capsys):
-    words = ("--lengths", lengths, "--tokens", 1024)
-    first, again, other = (run(capsys, *words, "--seed", seed)[1] for seed in (3, 3, 4))
+    first, again, other = (run(capsys, "--lengths", lengths, "--tokens", 1024, "--seed", seed)[1] for seed in (3, 3, 4))
     assert first == again != other
 
 
@@ -189,14 +180,9 @@ def test_folder_is_read_with_its_subfolders_but_for_empty_and_hidden_files(tmp_p
     (("--lengths", "{tmp}/bins", "--tokens", 64), "line 2 of --lengths {tmp}/bins is '1,10,0.22', wanted one integer"),
     (("--lengths", "{tmp}/wrong", "--tokens", 64), "line 1 of --lengths {tmp}/wrong is '-3', wanted one integer from"),
     (("--lengths", "{tmp}/huge", "--tokens", 64), "line 1 of --lengths {tmp}/huge is '1000000000000', wanted one"),
-    (("--data", "{tmp}", "--tokens", 0), "--tokens is 0, wanted >= 1; pass a positive count"),
     (("--data", "{tmp}", "--tokens", 8), "--tokens is 8, wanted at least --multiple, 16; pass --tokens 16"),
-    (("--data", "{tmp}", "--tokens", 64, "--multiple", -1), "--multiple is -1, wanted >= 1"),
-    (("--data", "{tmp}", "--tokens", 64, "--longest", 0), "--longest is 0, wanted >= 1"),
-    (("--data", "{tmp}", "--tokens", 64, "--seed", -1), "--seed is -1, wanted >= 0; leave it out for 0"),
-    (("--data", "{tmp}", "--tokens", 64, "--groups", 0), "--groups is 0, wanted >= 1"),
-    (("--data", "{tmp}", "--tokens", 64, "--accumulate", -1), "--accumulate is -1, wanted >= 1"),
-    (("--data", "{tmp}", "--tokens", 64, "--steps", "0"), "--steps is '0', wanted a number of at least 1, or all"),
+    *((("--data", "{tmp}", "--tokens", 64, option, -1), f"{option} is -1, wanted >= ")
+      for option in ("--tokens", "--multiple", "--longest", "--seed", "--groups", "--accumulate")),
     (("--data", "{tmp}", "--tokens", 64, "--steps", "few"), "--steps is 'few', wanted a number of at least 1, or all"),
     (("--data", "{tmp}", "--tokens", 64, "--groups", 10**6), "--groups times --accumulate is 1000000, wanted at most "),
 ])  # fmt: skip
@@ -211,9 +197,7 @@ def test_error_is_one_line_and_status_2(words, message, tmp_path, capsys):
     assert errors.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "words", [["--tokens", "9"], ["--data", "."], ["--data", ".", "--lengths", "x", "--tokens", "9"]]
-)
+@pytest.mark.parametrize("words", [["--tokens", "9"], ["--data", "."], ["--data", ".", "--lengths", "x"]])
 def test_sizes_come_from_one_place_and_tokens_must_be_said(words, capsys):
     with pytest.raises(SystemExit) as error:
         main(["pack-stats", *words])

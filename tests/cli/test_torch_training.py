@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
-import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from launch import SOURCE, run_ranks, run_torchrun
+from launch import SOURCE, run, run_ranks, run_torchrun
+from test_training_loops import printed
 
 import thdattn
 
@@ -55,11 +53,6 @@ def losses_of(groups):
     return losses
 
 
-def printed(run):
-    assert run.returncode == 0, run.stdout + run.stderr
-    return [float(loss) for loss in re.findall(r"^step +\d+ +loss (\S+)$", run.stdout, re.MULTILINE)]
-
-
 def same(losses, wanted, atol=1e-4):
     """Compare losses, of which four decimals are printed."""
     np.testing.assert_allclose(losses, wanted, rtol=1e-2, atol=atol)
@@ -91,10 +84,7 @@ def test_losses_of_dp_and_cp_are_those_of_float64(monkeypatch, truth, ranks, cp_
 
 
 def test_the_program_alone_prints_the_losses(truth):
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    command = [sys.executable, str(EXAMPLE)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    same(printed(run), truth(1))
+    same(printed(run([sys.executable, str(EXAMPLE)], 240)), truth(1))
 
 
 @pytest.mark.parametrize("start", [pytest.param(run_ranks, marks=pytest.mark.exhaustive), run_torchrun])

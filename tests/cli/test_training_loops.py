@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import SOURCE, run_ranks
+from launch import SOURCE, run, run_ranks
 
 import thdattn
 from thdattn import oracle
@@ -82,23 +80,18 @@ def test_attention_becomes_graphs_where_the_modules_say_so(monkeypatch, modules,
         assert {captured.name for captured in made[0]._captured if captured._is_wanted} == wanted | {"plan"}
 
 
-def printed(run):
-    assert run.returncode == 0, run.stdout + run.stderr
-    return [float(loss) for loss in re.findall(r"^step +\d+ +loss (\S+)$", run.stdout, re.MULTILINE)]
+def printed(done):
+    """The losses that a program has printed."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(loss) for loss in re.findall(r"^step +\d+ +loss (\S+)$", done.stdout, re.MULTILINE)]
 
 
 @both
-@pytest.mark.parametrize("arguments", [[], ["2"]], ids=["alone", "simulated"])
-def test_one_process_prints_the_losses_once(truth, example, arguments):
-    command = [sys.executable, example.__file__, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    np.testing.assert_allclose(printed(run), truth, rtol=PRINTED)
-
-
-@both
-def test_two_processes_print_the_losses_once(truth, example):
-    np.testing.assert_allclose(printed(run_ranks(2, Path(example.__file__))), truth, rtol=PRINTED)
+@pytest.mark.parametrize("start", [
+    lambda program: run([sys.executable, program], 120), lambda program: run([sys.executable, program, "2"], 120),
+    lambda program: run_ranks(2, Path(program))], ids=["alone", "simulated", "processes"])  # fmt: skip
+def test_the_program_prints_the_losses_once(truth, example, start):
+    np.testing.assert_allclose(printed(start(example.__file__)), truth, rtol=PRINTED)
 
 
 @pytest.mark.gpu
