@@ -109,15 +109,12 @@ def _one_sequence(case: Case, inputs: Sequence[Any], xp: Any, softcap: float, si
     return [x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3]) for x in (out, dq, dk, dv)]
 
 
-def errors(found: Sequence[NDArray[Any]], wanted: Sequence[Array]) -> dict[str, Error]:
-    """Return the errors of out, dq, dk, dv; NaN where the result has one.
+def error(found: NDArray[Any], wanted: Array) -> Error:
+    """Return the error of a result on the host, in any float dtype; NaN where it has one."""
+    difference = found.astype(np.float64) - wanted
+    return Error(float(np.linalg.norm(difference) / np.linalg.norm(wanted)), float(np.abs(difference).max()))
 
-    Args:
-        found: results on the host, in any float dtype.
-        wanted: results of `exact`.
-    """
-    made = {}
-    for name, x, right in zip(RESULTS, found, wanted, strict=True):
-        difference = x.astype(np.float64) - right
-        made[name] = Error(float(np.linalg.norm(difference) / np.linalg.norm(right)), float(np.abs(difference).max()))
-    return made
+
+def errors(found: Sequence[NDArray[Any]], wanted: Sequence[Array]) -> dict[str, Error]:
+    """Return the errors of out, dq, dk, dv, given results of `exact`."""
+    return {name: error(x, right) for name, x, right in zip(RESULTS, found, wanted, strict=True)}

@@ -21,9 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import accuracy
 import cupy
@@ -64,9 +63,7 @@ def main() -> int:
         with reported(f"{name} left out"):
             versions[name] = KINDS[args.kind].peers[name].version()
     kinds = {name: KINDS[args.kind].peers[name] for name in versions}
-    about = record.provenance()
-    path = args.out or record.results_file(args.kind, about["gpu"])
-    rows: list[record.Row] = []
+    records = record.Recorder(args.kind, args.out, KEY)
     with cupy.cuda.Stream(non_blocking=True):  # the default stream cannot be captured
         for number, name in enumerate(args.cases, 1):
             start = time.perf_counter()
@@ -77,11 +74,9 @@ def main() -> int:
                 keys = asked(list(kinds), directions)
                 measured = bench(CASES[name], kinds, directions, args.repeats)
             release_memory()
-            made = [about | row for row in rows_of(CASES[name], versions, keys, measured)]
-            record.save(path, made, KEY)
-            rows += made
+            records.add(rows_of(CASES[name], versions, keys, measured))
             print(f"[{number}/{len(args.cases)}] {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    print("\n\n".join([*KINDS[args.kind].tables(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
+    records.show(KINDS[args.kind].tables)
     return 0
 
 
@@ -91,12 +86,11 @@ def asked(names: Sequence[str], directions: Sequence[str]) -> list[Key]:
     return keys + [(name, result, record.ERRORS) for name in names for result in accuracy.RESULTS]
 
 
-def make_peers(case: Case, kinds: Mapping[str, type[Peer]]) -> dict[str, Peer]:
-    """Make the peers that take the case."""
-    inputs = draw_inputs(case)
+def make_peers(what: str, kinds: Mapping[str, type[Peer]], case: Any, inputs: Any) -> dict[str, Peer]:
+    """Make the peers that take the case, on the same inputs; `what` is for messages."""
     peers: dict[str, Peer] = {}
     for name, kind in kinds.items():
-        with reported(f"{case.name} {name}"):
+        with reported(f"{what} {name}"):
             peers[name] = kind(case, inputs)
     return peers
 
@@ -106,7 +100,7 @@ def bench(case: Case, kinds: Mapping[str, type[Peer]], directions: Sequence[str]
     measured: Measured = {}
     with reported(f"{case.name}, errors"):
         measured |= errors(case, kinds)
-    peers = make_peers(case, kinds)
+    peers = make_peers(case.name, kinds, case, draw_inputs(case))
     for direction in directions:
         measured |= race(case.name, peers, direction, rounds, getattr(case.flops, direction))
     ours = peers.get("ours")
@@ -119,10 +113,11 @@ def bench(case: Case, kinds: Mapping[str, type[Peer]], directions: Sequence[str]
 def errors(case: Case, kinds: Mapping[str, type[Peer]]) -> Measured:
     """Measure the errors of every peer on a small version of the case."""
     small = accuracy.small(case)
-    inputs = [x.get() for x in draw_inputs(small)]
+    drawn = draw_inputs(small)
+    inputs = [x.get() for x in drawn]
     plain = accuracy.exact(small, inputs, cupy)
     measured: Measured = {}
-    for name, peer in make_peers(small, kinds).items():
+    for name, peer in make_peers(case.name, kinds, small, drawn).items():
         with reported(f"{case.name} {name}, errors"):
             wanted = accuracy.exact(small, inputs, cupy, **peer.logits) if peer.logits else plain
             forward_and_backward(peer)
@@ -163,7 +158,7 @@ def race(
 
 def sustained(case: Case, kinds: Mapping[str, type[Peer]], rounds: int) -> Measured:
     """Time forward and backward in captured graphs, each peer for two seconds without rest."""
-    peers = make_peers(case, kinds)
+    peers = make_peers(case.name, kinds, case, draw_inputs(case))
     pairs: dict[str, Callable[[], None]] = {}
     for name, peer in peers.items():
         with reported(f"{case.name} {name} sustained"):
@@ -251,18 +246,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"some of {' '.join(CASES)}")
     parser.add_argument("--peers", type=lambda names: names.split(","), metavar="PEER,PEER",
                         help=f"all by default: {','.join(peers.PEERS)}; ours is always timed")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5, help="turns of every peer, 5 by default")
     parser.add_argument("--forward-only", action="store_true", help="do not time the backward")
     parser.add_argument("--sustained", action="store_true",
                         help="time forward and backward together, two seconds a turn without rest, and nothing else")
-    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/KIND_GPU.csv by default")
+    record.add_options(parser, "KIND", repeats=5)
     args = parser.parse_args()
     known = KINDS[args.kind].peers
     args.cases = args.cases or KINDS[args.kind].cases
     if unknown := set(args.peers or ()) - set(known):
         parser.error(f"unknown peers {', '.join(sorted(unknown))}; wanted some of {', '.join(known)}")
-    if args.repeats < 1:
-        parser.error(f"--repeats is {args.repeats}, wanted >= 1")
     if args.sustained and args.forward_only:
         parser.error("--sustained times forward and backward; leave --forward-only out")
     args.peers = ["ours", *(name for name in known if name in (args.peers or known) and name != "ours")]

@@ -55,18 +55,13 @@ PACKS = 1_000  # for percentiles of documents
 
 def main() -> int:
     args = parse_arguments()
-    rows: list[record.Row] = []
     with thdattn.comm.init("auto") as comm:
-        about = record.provenance() | {"example_sources": example_hash()}
-        about["command"] = f"mpiexec -n {comm.size} python -m mpi4py {about['command'].removeprefix('python ')}"
-        path = args.out or record.results_file("bytelm", about["gpu"])
+        records = record.Recorder("bytelm", args.out, KEY, comm.size, {"example_sources": example_hash()})
         for one in configurations(args):
-            rows.append(about | bench(comm, one))
+            records.add([bench(comm, one)], comm.rank == 0)
             release_memory()
-            if comm.rank == 0:
-                record.save(path, rows[-1:], KEY)
     if comm.rank == 0:
-        print("\n\n".join([*tables.training(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
+        records.show(tables.training)
     return 0
 
 
@@ -197,7 +192,7 @@ def parse_arguments() -> argparse.Namespace:
                         help="slots for documents in graphs, one after another: 16, or P90")  # fmt: skip
     add_method_arguments(parser)
     add_arguments(parser)
-    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/bytelm_GPU.csv by default")
+    record.add_options(parser, "bytelm")
     args = parser.parse_args()
     args.graphs = from_arguments(parser, args)
     if args.maxima != [""] and args.graphs.impl == "none" and not args.every_graph:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -36,13 +35,14 @@ import peers
 import record
 import tables
 import timing
-from cp_methods import ALONE, METHODS, ONE, OURS, USUAL, Method, Traffic
+from cp_methods import ALONE, METHODS, ONE, OURS, USUAL, Method
 from cp_ways import Alone, Layer, Ranks, Timed, both, captured, free_memory, started, whole_pack
 from record import WAYS
 from workloads import Case, cp_cases
 
 import thdattn
 from thdattn.comm import Comm
+from thdattn.costs import Both
 from thdattn.packing import rows_of_runs
 
 KEY = ("gpu", "ranks", "as_rank_of", "transport", "case", "peer", "direction", "timing")
@@ -61,24 +61,19 @@ def main() -> int:
     args = parse_arguments()
     with thdattn.comm.init(transport=args.transport) as real, cupy.cuda.Stream(non_blocking=True):
         ranks = Ranks.of(real, args.as_rank_of or real.size)
-        about = record.provenance(real.size) | {
+        records = record.Recorder("cp", args.out, KEY, real.size, {
             "ranks": str(real.size), "as_rank_of": str(ranks.size),
             "transport": "peer" if real.reads_peers else real.name,
-        }  # fmt: skip
-        path = args.out or record.results_file("cp", about["gpu"])
-        rows: list[record.Row] = []
+        })  # fmt: skip
         with process_group() if args.peer else nullcontext():
             others = find_peers() if args.peer else {}
             for case, measure in work(ranks, args.cases, args.methods, args.head_groups):
                 start = time.perf_counter()
-                made = [about | row for row in rows_of(case, others, measure(case, others, args.repeats))]
+                records.add(rows_of(case, others, measure(case, others, args.repeats)), real.rank == 0)
                 if real.rank == 0:
-                    record.save(path, made, KEY)
                     print(f"{case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-                rows += made
     if real.rank == 0:
-        print("\n\n".join(tables.context_parallel(rows)))
-        print(f"wrote {path}; benchmarks/pages.py writes the pages")
+        records.show(tables.context_parallel)
     return 0
 
 
@@ -274,9 +269,9 @@ def taken(real: Comm, layer: Timed, free: int) -> float:
     return most
 
 
-def most(real: Comm, traffic: Traffic) -> Traffic:
+def most(real: Comm, traffic: Both) -> Both:
     """Return the largest number of received bytes of any rank."""
-    return Traffic(*map(int, timing.slowest(real, traffic)))
+    return Both(*map(int, timing.slowest(real, traffic)))
 
 
 # --- what is written ---------------------------------------------------------------------------------------------
@@ -286,7 +281,7 @@ class Costs(NamedTuple):
     """Costs of one way: GiB of memory, bytes from other ranks (None: not counted), predicted ms of directions."""
 
     memory: float
-    received: Traffic | None = None
+    received: Both | None = None
     predicted: Mapping[str, float] = MappingProxyType({})
 
 
@@ -308,7 +303,7 @@ def columns(case: Case, cp_size: int, key: Key, samples: Sequence[float], costs:
     if direction == "both":
         row["memory_gib"] = f"{cost.memory:.2f}"
     if cost.received is not None:
-        row["received_bytes"] = str(getattr(cost.received, direction))
+        row["received_bytes"] = str(cost.received.total if direction == "both" else getattr(cost.received, direction))
     if direction in cost.predicted:
         row["predicted_ms"] = f"{cost.predicted[direction]:.4f}"
     return row
@@ -342,13 +337,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--transport", choices=("auto", "peer", "nccl"), default="auto", help="see thdattn.comm.init")
     parser.add_argument("--head-groups", nargs="+", type=int, default=[], metavar="N",
                         help="also time ours with so many groups of heads, in turns with the others")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=3, help="turns of every way, 3 by default")
     parser.add_argument("--peer", action="store_true", help="also time Transformer Engine's schedule")
     parser.add_argument("--as-rank-of", type=int, metavar="N", help="two GPUs behave as two ranks of N")
-    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/cp_GPU.csv by default")
+    record.add_options(parser, "cp", repeats=3)
     args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error(f"--repeats is {args.repeats}, wanted >= 1")
     if wrong := [number for number in args.head_groups if number < 1 or any(heads % number for heads in kv_heads)]:
         parser.error(f"--head-groups has {wrong[0]}, wanted divisors of {' and '.join(map(str, kv_heads))} kv heads")
     if args.as_rank_of is not None and args.as_rank_of < 2:

@@ -50,21 +50,15 @@ CACHED_BYTES = 2**29  # of all caches together: far more than an L2 cache
 
 def main() -> int:
     args = parse_arguments()
-    about = record.provenance()
-    path = args.out or record.results_file("decode", about["gpu"])
-    rows = []
+    records, sources = record.Recorder("decode", args.out, KEY), {"example_sources": example_hash()}
     for size in args.sizes:
         for texts in args.texts:
             for way in WAYS:
                 row = sampling(size, texts, args.bytes, way, "cuda", args.steps)
                 print(f"{size}, {texts} texts, {way}: {row['bytes_per_s']} bytes/s", file=sys.stderr)
-                rows.append(about | {"example_sources": example_hash()} | row)
-    for name in LAYERS:
-        rows.append(about | attention(name))
-    for texts in MIXER_TEXTS:
-        rows.append(about | mixer(texts))
-    record.save(path, rows, KEY)
-    print("\n\n".join([*tables.decode(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
+                records.add([sources | row])
+    records.add([*map(attention, LAYERS), *map(mixer, MIXER_TEXTS)])
+    records.show(tables.decode)
     return 0
 
 
@@ -189,7 +183,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--texts", nargs="+", type=int, default=[1, 16], metavar="N", help="written together (default: 1 16)")
     add("--bytes", type=int, default=2000, metavar="N", help="of every text (default: 2000)")
     add("--steps", type=int, default=100, metavar="N", help=f"of a round, of which there are {ROUNDS} (default: 100)")
-    add("--out", type=Path, help="CSV file to add to; benchmarks/results/decode_GPU.csv by default")
+    record.add_options(parser, "decode")
     return parser.parse_args()
 
 

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cupy
@@ -56,11 +55,9 @@ def main() -> int:
         rows += [row for name in ("8x1024", "doc64k") for row in refresh_rows(comm, name, args.repeats)]
         if comm.rank:
             return 0
-    about = record.provenance(comm.size)
-    path = args.out or record.results_file("graphs", about["gpu"])
-    rows = [about | {"ranks": str(comm.size)} | row for row in rows]
-    record.save(path, rows, KEY)
-    print("\n\n".join([*tables.graphs(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
+    records = record.Recorder("graphs", args.out, KEY, comm.size, {"ranks": str(comm.size)})
+    records.add(rows)
+    records.show(tables.graphs)
     return 0
 
 
@@ -222,12 +219,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*SHORT, *LONG], default=[*SHORT, *LONG], metavar="CASE",
                         help=f"all by default: {' '.join([*SHORT, *LONG])}")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5, help="turns of every way, 5 by default")
-    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/graphs_GPU.csv by default")
-    args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error(f"--repeats is {args.repeats}, wanted >= 1")
-    return args
+    record.add_options(parser, "graphs", repeats=5)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

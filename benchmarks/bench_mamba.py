@@ -20,16 +20,15 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import cupy
 import record
 import tables
 from accuracy import Error
-from bench_attention import Key, Measured, forward_and_backward, race, reported
+from bench_attention import Key, Measured, forward_and_backward, make_peers, race, reported
 from cp_methods import ONE
-from mamba_cases import BYTES_PER_S, CASES, DRAWS, MixerCase, MixerInputs, draw
+from mamba_cases import BYTES_PER_S, CASES, DRAWS, MixerCase, draw
 from mamba_exact import OF_WEIGHTS, PARTS, errors, exact_mixer, exact_scan, of_draws
 from mamba_peers import PEERS, tune_for
 from peers import Peer, release_memory
@@ -46,9 +45,7 @@ def main() -> int:
     if args.tune_ms:
         tune_for(args.tune_ms)
     with thdattn.comm.init() as comm, cupy.cuda.Stream(non_blocking=True):  # the default stream cannot be captured
-        about = record.provenance(comm.size)
-        rows: list[record.Row] = []
-        path = args.out or record.results_file("mamba", about["gpu"])
+        records = record.Recorder("mamba", args.out, KEY, comm.size)
         names = args.cases or [name for name, case in CASES.items() if comm.size == 1 or case.total_tokens > LONG]
         if comm.size > 1:
             import mamba_cp
@@ -57,13 +54,10 @@ def main() -> int:
         else:
             measurements = measure(names, args.parts, args.peers, 0 if args.errors else args.repeats)
         for case, part, versions, measured in measurements:
-            made = [about | row for row in
-                    rows_of(case, part, about["gpu"], comm.size, versions, measured)]  # fmt: skip
-            if comm.rank == 0:
-                record.save(path, made, KEY)
-            rows += made
+            made = rows_of(case, part, records.about["gpu"], comm.size, versions, measured)
+            records.add(made, comm.rank == 0)
     if comm.rank == 0:
-        print("\n\n".join([*tables.mixers(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
+        records.show(tables.mixers)
     return 0
 
 
@@ -95,19 +89,14 @@ def bench(case: MixerCase, part: str, names: Sequence[str], rounds: int) -> Meas
     if not rounds:
         return measured
     measured |= {(name, way, how): {} for name in names for way in record.DIRECTIONS for how in record.TIMINGS}
-    peers = make_peers(case, part, names, draw(case, cupy))
+    peers = make_peers(f"{case.name} {part}", kinds(part, names), case, draw(case, cupy))
     for direction in record.DIRECTIONS:
         measured |= race(f"{case.name} {part}", peers, direction, rounds, None)
     return measured
 
 
-def make_peers(case: MixerCase, part: str, names: Sequence[str], inputs: MixerInputs) -> dict[str, Peer]:
-    """Make the peers that take the case, on the same inputs."""
-    peers: dict[str, Peer] = {}
-    for name in names:
-        with reported(f"{case.name} {part} {name}"):
-            peers[name] = PEERS[part][name](case, inputs)
-    return peers
+def kinds(part: str, names: Sequence[str]) -> dict[str, type[Peer]]:
+    return {name: PEERS[part][name] for name in names}
 
 
 def small_errors(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> Measured:
@@ -117,7 +106,7 @@ def small_errors(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> M
         inputs = draw(case, xp, seed=seed)
         wanted = EXACT[part](case, inputs, xp)
         wanted = {name: right for name, right in wanted.items() if seed == 0 or name in OF_WEIGHTS}
-        for name, peer in make_peers(case, part, names, inputs).items():
+        for name, peer in make_peers(f"{case.name} {part}", kinds(part, names), case, inputs).items():
             with reported(f"{case.name} {part} {name}, errors"):
                 forward_and_backward(peer)
                 made = dict(zip(PARTS[part], peer.on_host(), strict=True))
@@ -151,16 +140,10 @@ def parse_arguments() -> argparse.Namespace:
                         help="on one rank; all by default")  # fmt: skip
     parser.add_argument("--errors", action="store_true", help="on one rank: measure errors alone, and keep older times")
     parser.add_argument("--peer", action="store_true", help="on several ranks: also time the all-to-all of heads")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of everybody, 3 by default")
-    parser.add_argument("--tune-ms", type=int, metavar="MS",
+    parser.add_argument("--tune-ms", type=record.positive, metavar="MS",
                         help="for which Triton's tuner measures each candidate; 100 by default")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/mamba_GPU.csv by default")
-    args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error(f"--repeats is {args.repeats}, wanted >= 1")
-    if args.tune_ms is not None and args.tune_ms < 1:
-        parser.error(f"--tune-ms is {args.tune_ms}, wanted >= 1")
-    return args
+    record.add_options(parser, "mamba", repeats=3)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

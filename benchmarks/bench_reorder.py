@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cupy
@@ -39,16 +38,15 @@ ROUNDS = 5
 
 
 def main() -> int:
-    args = parse_arguments()
-    about = record.provenance()
-    path = args.out or record.results_file("reorder", about["gpu"])
-    rows: list[record.Row] = []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    record.add_options(parser, "reorder")
+    args = parser.parse_args()
+    records = record.Recorder("reorder", args.out, ("gpu", "case", "cp_size", "direction", "peer"))
     with cupy.cuda.Stream(non_blocking=True):
         for pack in PACKS:
             for cp_size in (2, 4, 8):
-                rows += (about | row for row in bench(pack, cp_size))
-    record.save(path, rows, ("gpu", "case", "cp_size", "direction", "peer"))
-    print("\n\n".join([*tables.reorder(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
+                records.add(bench(pack, cp_size))
+    records.show(tables.reorder)
     return 0
 
 
@@ -115,12 +113,6 @@ def copy(sources: list[Any], targets: list[Any]) -> None:
     stream = cupy.cuda.get_current_stream()
     for source, target in zip(sources, targets, strict=True):
         target.data.copy_from_device_async(source.data, source.nbytes, stream)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/reorder_GPU.csv by default")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

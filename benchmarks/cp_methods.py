@@ -70,17 +70,6 @@ METHODS = {name: Method.named(name) for name in (
 )}  # fmt: skip
 
 
-class Traffic(NamedTuple):
-    """Bytes that a rank receives from others in one forward, and in one backward."""
-
-    forward: int
-    backward: int
-
-    @property
-    def both(self) -> int:
-        return self.forward + self.backward
-
-
 def predicted_ms(method: Method, case: Case, cp_size: int) -> dict[str, float]:
     """Predict the milliseconds of each direction by the package's cost model, with its usual rates."""
     seconds = model.predicted(

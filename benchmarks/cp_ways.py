@@ -13,12 +13,13 @@ import cupy
 import numpy as np
 import peers
 import record
-from cp_methods import INNER, ONE, USUAL, Method, Traffic
+from cp_methods import INNER, ONE, USUAL, Method
 from rank_of import as_rank_of, exchanging
 from workloads import Case
 
 import thdattn
 from thdattn.comm import Comm, SingleComm
+from thdattn.costs import Both
 from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, cuda
 from thdattn.graphs import CudaGraphConfig, Graphs
 
@@ -116,13 +117,13 @@ class Layer:
             "head_groups": str(len(self.attention._groups(self.plan))), "keep_keys": "yes" if keeps else "no",
         }  # fmt: skip
 
-    def received(self) -> Traffic:
+    def received(self) -> Both:
         """Count the bytes from other ranks in one forward and one backward."""
         counts = [self._received_so_far()]
         for call in (self.forward, self.backward):
             call()
             counts.append(self._received_so_far())
-        return Traffic(*np.diff(counts).tolist())
+        return Both(*np.diff(counts).tolist())
 
     def _received_so_far(self) -> int:
         return sum(comm.received_bytes for comm in self._comms)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from workloads import CASES as PACKS
-from workloads import filled_lognormal_pack
+from workloads import Pack, filled_lognormal_pack
 
 import thdattn
 from thdattn.mamba.shape import GatedNorm, Mamba2Weights, MixerShape
@@ -22,15 +22,12 @@ DISTINCT_NUMBERS = 4_194_319  # a prime: arrays that repeat them never have two 
 
 
 @dataclass(frozen=True)
-class MixerCase:
+class MixerCase(Pack):
     """Pack and mixer, with a convolution of four rows.
 
-    lengths: tokens of every sequence, which are all rows: there is no padding.
     norm: norm of Mamba2Mixer, in as many groups as B and C have.
     """
 
-    name: str
-    lengths: tuple[int, ...]
     heads: int = 64
     head_dim: int = 64
     state_dim: int = 128
@@ -38,10 +35,6 @@ class MixerCase:
     conv_width: int = 4
     dtype: DTypeLike = ml_dtypes.bfloat16
     norm: str | None = None
-
-    @property
-    def total_tokens(self) -> int:
-        return sum(self.lengths)
 
     @property
     def shape(self) -> MixerShape:
@@ -58,10 +51,6 @@ class MixerCase:
             "state_dim": str(self.state_dim), "groups": str(self.groups), "dtype": np.dtype(self.dtype).name,
             "total_tokens": str(self.total_tokens), "num_seqs": str(len(self.lengths)),
         }  # fmt: skip
-
-    def batch(self) -> thdattn.PackedBatch:
-        """Return the pack, with its lengths on the host."""
-        return thdattn.PackedBatch.from_lengths(self.lengths)
 
     def mixer(self, comm: thdattn.comm.Comm, engine: str) -> thdattn.Mamba2Mixer:
         return thdattn.Mamba2Mixer(

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from accuracy import Error
+from accuracy import Error, error
 from mamba_cases import MixerCase, MixerInputs
 from numpy.typing import NDArray
 
@@ -43,11 +43,7 @@ def exact_mixer(case: MixerCase, inputs: MixerInputs, xp: Any) -> dict[str, NDAr
 
 def errors(found: Mapping[str, Any], wanted: Mapping[str, NDArray[np.float64]]) -> dict[str, Error]:
     """Return the errors of results by name; NaN where a result has one."""
-    made = {}
-    for name, right in wanted.items():
-        difference = np.asarray(found[name]).astype(np.float64).reshape(right.shape) - right
-        made[name] = Error(float(np.linalg.norm(difference) / np.linalg.norm(right)), float(np.abs(difference).max()))
-    return made
+    return {name: error(np.asarray(found[name]).reshape(right.shape), right) for name, right in wanted.items()}
 
 
 def of_draws(errors: Sequence[Error]) -> Error:

@@ -6,14 +6,16 @@ older rows lack are blank.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from types import MappingProxyType
 
 Row = dict[str, str]
 RESULTS = Path(__file__).with_name("results")
@@ -49,6 +51,49 @@ def _what(options: Sequence[str]) -> list[str]:
     """Drop --out from options, which does not say what is measured."""
     at = next((i for i, option in enumerate(options) if option == "--out"), len(options))
     return [option for option in (*options[:at], *options[at + 2 :]) if not option.startswith("--out=")]
+
+
+def add_options(parser: argparse.ArgumentParser, kind: str, repeats: int = 0) -> None:
+    """Add --out, and --repeats with its default, to a program of one kind of benchmark."""
+    if repeats:
+        parser.add_argument("--repeats", type=positive, default=repeats, help=f"turns of each, {repeats} by default")
+    parser.add_argument("--out", type=Path, help=f"CSV file to add to; benchmarks/results/{kind}_GPU.csv by default")
+
+
+def positive(text: str) -> int:
+    """Read a number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"found {text}, wanted >= 1")
+    return int(text)
+
+
+class Recorder:
+    """CSV file of one kind of benchmark on this GPU, and the rows that a program has added to it.
+
+    Args:
+        out: the file; None: benchmarks/results/KIND_GPU.csv.
+        key: columns in which a row agrees with the older row that it replaces.
+        more: columns of all rows, which may replace those of provenance.
+    """
+
+    def __init__(
+        self, kind: str, out: Path | None, key: Sequence[str], ranks: int = 1,
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.about = provenance(ranks) | dict(more)
+        self.path, self._key = out or results_file(kind, self.about["gpu"]), key
+        self.rows: list[Row] = []
+
+    def add(self, rows: Iterable[Row], writes: bool = True) -> None:
+        """Add rows; of several ranks one writes them."""
+        made = [self.about | row for row in rows]
+        if writes:
+            save(self.path, made, self._key)
+        self.rows += made
+
+    def show(self, tables: Callable[[Sequence[Row]], list[str]]) -> None:
+        """Print the tables of all rows."""
+        print("\n\n".join([*tables(self.rows), f"wrote {self.path}; benchmarks/pages.py writes the pages"]))
 
 
 def results_file(kind: str, gpu: str) -> Path:

@@ -17,15 +17,30 @@ DOCUMENTS = Path(__file__).with_name("doc_lengths.csv")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Pack in one head layout, bfloat16.
-
-    lengths: tokens of every sequence. window: (left, right) as CPAttention takes it, -1 is unlimited. keys: number of
-    keys of every sequence; None: as many as queries.
-    """
+class Pack:
+    """Pack of sequences without padding. lengths: tokens of every sequence."""
 
     name: str
     lengths: tuple[int, ...]
+
+    @property
+    def total_tokens(self) -> int:
+        """Return the tokens of all sequences, which are also all rows."""
+        return sum(self.lengths)
+
+    def batch(self) -> thdattn.PackedBatch:
+        """Return the pack, with its lengths on the host."""
+        return thdattn.PackedBatch.from_lengths(self.lengths)
+
+
+@dataclass(frozen=True)
+class Case(Pack):
+    """Pack in one head layout, bfloat16.
+
+    window: (left, right) as CPAttention takes it, -1 is unlimited. keys: number of keys of every sequence; None: as
+    many as queries.
+    """
+
     heads: int = 16
     kv_heads: int = 16
     head_dim: int = 128
@@ -43,11 +58,6 @@ class Case:
         }  # fmt: skip
 
     @property
-    def total_tokens(self) -> int:
-        """Return the tokens of all sequences, which are also the rows of q and dout: there is no padding."""
-        return sum(self.lengths)
-
-    @property
     def total_keys(self) -> int:
         """Return the keys of all sequences: the rows of k and v."""
         return sum(self.keys or self.lengths)
@@ -56,10 +66,6 @@ class Case:
     def sides(self) -> tuple[int, int]:
         """Return how far a query sees to the left and to the right, with the causal mask; -1 is unlimited."""
         return self.window[0], 0 if self.causal else self.window[1]
-
-    def batch(self) -> thdattn.PackedBatch:
-        """Return the pack, with its lengths on the host."""
-        return thdattn.PackedBatch.from_lengths(self.lengths)
 
     def key_batch(self) -> thdattn.PackedBatch | None:
         """Return the pack of the keys, with its lengths on the host; None where it is that of the queries."""

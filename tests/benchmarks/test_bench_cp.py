@@ -221,7 +221,7 @@ def test_sums_of_two_ranks_add_as_much_as_those_of_many(machine, size, at_once):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--repeats", "0"], "--repeats is 0, wanted >= 1"),
+        (["--repeats", "0"], "--repeats: found 0, wanted >= 1"),
         (["--as-rank-of", "1"], "--as-rank-of is 1, wanted >= 2"),
         (["--as-rank-of", "8", "--peer"], "leave it or --as-rank-of out"),
         (["--cases", "1x1"], "invalid choice: '1x1'"),
@@ -246,7 +246,7 @@ def test_speeds_are_per_rank_and_host_times_have_none():
     import bench_cp
 
     case = cp_cases(4)["1x8192"]
-    costs = {"ours": bench_cp.Costs(1.5, bench_cp.Traffic(forward=3, backward=4), {"both": 1.25})}
+    costs = {"ours": bench_cp.Costs(1.5, bench_cp.Both(forward=3, backward=4), {"both": 1.25})}
     found = bench_cp.columns(case, 4, ("ours", "both", "called"), [2.0, 1.0, 4.0], costs)
     pairs = 8_192 * 8_193 // 2  # 7 products of 2 operations per pair, head and channel
     assert float(found["tflops"]) == pytest.approx(pairs * 32 * 128 * 14 / 4 / 2e-3 / 1e12, abs=0.01)
