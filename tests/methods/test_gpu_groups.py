@@ -1,4 +1,4 @@
-"""Groups of heads of different sizes have their work buffers in one memory: the results are those of one group."""
+"""Methods through peer memory on one GPU: groups of heads of different sizes in one memory, slices, and bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("cupy")  # which peer memory loads
 import cases
 import numpy as np
-from cases import BFLOAT16, check, run, to_host
-from loopback import Loopback, Mirror
+import ways
+from cases import BFLOAT16, Case, check, run, to_host
+from loopback import SIZE, Loopback, Mirror
 
 import thdattn
 from thdattn import PackedBatch
@@ -127,3 +128,57 @@ def test_a_graph_finds_its_buffers_after_calls_of_other_heads(cupy, comm):
             assert bits(results) == of_one_group(cupy, batch, one)
     stream.synchronize()
     del graph
+
+
+# --- peer memory on one GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize(("kind", "sharding"), [("a2a", "contiguous"), ("a2a", "dual_chunk"), ("p2p", "dual_chunk")])
+def test_slices_through_peer_memory_are_those_of_copies(cupy, monkeypatch, kind, sharding, keep_keys, head_groups):
+    """A rank of two whose other rank is itself: what it computes makes no sense, but the same one."""
+    case = Case("longer-full", (257, 3, 64, 0, 100, 17, 190), causal=False, slack=70, heads=(8, 4))
+
+    def results(comm):
+        layer = case.attention(comm, BFLOAT16, engine="cuda", deterministic=True, cp_comm_type=kind,
+                               keep_keys=keep_keys, head_groups=head_groups)  # fmt: skip
+        plan = layer.plan(case.batch(SIZE), sharding)
+        inputs = ways.inputs_of(case, plan, BFLOAT16, cupy, fill=0)
+        return [[to_host(x).tobytes() for x in ways.step(layer, plan, inputs).values()] for _ in range(3)]
+
+    with cupy.cuda.Stream(non_blocking=True):
+        comm = Loopback(monkeypatch)
+        copied, pulled = results(Mirror()), results(comm)
+        comm.peer.close()
+    assert copied == pulled and copied[1:] == copied[:1] * 2
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("kv_heads", [8, 1])
+@pytest.mark.parametrize(("kind", "sharding"), [("a2a", "contiguous"), ("a2a", "dual_chunk"), ("p2p", "dual_chunk")])
+def test_no_more_memory_is_taken_than_is_said(cupy, kind, sharding, kv_heads, keep_keys):
+    """The most at a time of all that CuPy's pool gave since the plan was asked for."""
+
+    class Taken(cupy.cuda.MemoryHook):
+        name, now, most = "Taken", 0, 0
+
+        def malloc_postprocess(self, **of):
+            self.now += of["mem_size"]
+            self.most = max(self.most, self.now)
+
+        def free_postprocess(self, **of):
+            self.now -= of["mem_size"]
+
+    layer = thdattn.CPAttention(Mirror(), 8, 128, kv_heads, engine="cuda", cp_comm_type=kind, keep_keys=keep_keys)
+    batch = PackedBatch.from_lengths([5000, 300, 2000, 892], 4)
+    q, k, v, dout = (cupy.asarray(np.ones((batch.total_rows // SIZE, heads, 128), BFLOAT16))
+                     for heads in (8, kv_heads, kv_heads, 8))  # fmt: skip
+    memory = layer.memory(batch, sharding)
+    with Taken() as taken:
+        plan = layer.plan(batch, sharding)
+        _, saved = layer.forward(q, k, v, plan)
+        layer.backward(dout, saved)
+    assert taken.most <= 1.03 * memory.wanted() + (1 << 20)

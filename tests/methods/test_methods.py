@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, FIELDS, Case, check, to_host
-from ways import BY_NAME, MORE_WAYS, TELLING, WAYS, Way, attention, inputs_of, of, run_way, step
+from cases import BFLOAT16, FIELDS, Case, check, gpu_only, to_host
+from ways import BY_NAME, MORE_WAYS, TELLING, WAYS, Way, attention, inputs_of, of, on_host, run_way, step, ways
 
 import thdattn
 from thdattn import PackedBatch, Sharding
 from thdattn.comm.local import LocalComm
 from thdattn.engines import reference
+from thdattn.kernels.configs import TILES
 
 FLOAT64 = np.dtype("float64")
 
@@ -52,14 +53,14 @@ def test_errs_no_more_than_plain_attention_in_bfloat16(case, way):
 
 @pytest.mark.parametrize("sharding", ["contiguous", "dual_chunk"])
 @pytest.mark.parametrize(("heads", "cp_size"), [
-    ((8, 8), 2), ((8, 8), 8), ((8, 2), 8), ((8, 1), 2), ((8, 1), 8), ((28, 4), 2), ((28, 4), 4),
-    pytest.param((28, 4), 28, marks=pytest.mark.exhaustive),
-    ((6, 2), 6), ((12, 2), 4),
+    ((8, 8), 2), ((8, 8), 4), ((8, 8), 8), ((8, 2), 8), ((8, 1), 2), ((8, 1), 4), ((8, 1), 8), ((28, 4), 2),
+    ((28, 4), 4), pytest.param((28, 4), 28, marks=pytest.mark.exhaustive), ((6, 2), 6), ((12, 2), 4),
 ])  # fmt: skip
-def test_heads_that_divide_or_are_shared(heads, cp_size, sharding):
-    case = replace(BY_NAME["causal"], heads=heads, dims=(8, 12))
-    for dtype in (FLOAT64, BFLOAT16):
-        check(case, dtype, run_way(case, Way("a2a", sharding, cp_size), dtype, engine="reference"))
+def test_heads_that_divide_or_are_shared(engine, heads, cp_size, sharding):
+    case, way = replace(LONGER, causal=True, heads=heads, dims=(128, 128)), Way("a2a", sharding, cp_size)
+    run_on(engine, case, way)
+    if engine.name == "reference":
+        check(case.slim(), FLOAT64, run_way(case.slim(), way, FLOAT64, engine="reference"))
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "p2p"])
@@ -193,23 +194,16 @@ def test_nothing_is_on_its_way_after_an_error(way, which, late, monkeypatch):
 # --- what may not matter -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous", "balanced"])
-@pytest.mark.parametrize("name", ["causal", "slack"])
-def test_groups_of_one_rank_are_the_method_for_rows(name, sharding):
-    for kind in ("all_gather", "p2p")[: 1 if sharding == "balanced" else 2]:
-        two, one = Way(f"a2a+{kind}", sharding, 4, inner=1), Way(kind, sharding, 4)
-        case = of(two, name)
-        assert bits(run_way(case, two, BFLOAT16, engine="reference")) == bits(
-            run_way(case, one, BFLOAT16, engine="reference"))  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["a2a+all_gather", "a2a+p2p"])
-@pytest.mark.parametrize("name", ["causal", "slack"])
-def test_one_group_is_the_exchange_of_heads(name, kind):
-    one = Way("a2a", "contiguous", 4)
-    case = of(one, name)
-    wanted = bits(run_way(case, one, BFLOAT16, engine="reference"))
-    assert bits(run_way(case, Way(kind, "contiguous", 4, inner=4), BFLOAT16, engine="reference")) == wanted
+@pytest.mark.parametrize(("two", "one"), [
+    *((Way(f"a2a+{one.cp_comm_type}", one.sharding, 4, inner=1), one) for one in (
+        Way("all_gather", "dual_chunk", 4), Way("all_gather", "contiguous", 4), Way("all_gather", "balanced", 4),
+        Way("p2p", "dual_chunk", 4), Way("p2p", "contiguous", 4))),
+    *((Way(f"a2a+{kind}", "contiguous", 4, inner=4), Way("a2a", "contiguous", 4)) for kind in ("all_gather", "p2p")),
+], ids=str)  # fmt: skip
+def test_levels_of_one_are_the_method_alone(engine, two, one):
+    for case in (replace(LONGER, causal=True), BY_NAME["slack"]):
+        case = replace(case, heads=(8, 4))
+        assert bits(run_on(engine, case, two)) == bits(run_on(engine, case, one))
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (2, 4), (1, 4)], ids=str)
@@ -315,3 +309,95 @@ def test_arrays_that_are_not_contiguous_are_accepted(way):
         return step(layer, plan, [np.asfortranarray(x) for x in inputs])
 
     check(case, FLOAT64, run_way(case, way, FLOAT64, engine="reference", call=strided))
+
+
+# --- on a GPU alone ----------------------------------------------------------------------------------------------
+
+LENGTHS = (257, 3, 64, 0, 100, 17, 190)  # than tiles
+PACKS_ON_GPU = (
+    Case("longer-causal", LENGTHS),
+    Case("longer-full", LENGTHS, causal=False, slack=70),
+    Case("longer-window", LENGTHS, causal=False, window=(70, 16)),
+    Case("longer-window-left", LENGTHS, window=(10, 0)),
+    *(BY_NAME[name] for name in ("slack", "one-document", "fewer-tokens-than-ranks", "empty-padded", "padded-between",
+                                 "nothing", "nothing-slack")),
+)  # fmt: skip
+ON_GPU = ways((2, 2), (2, 1), (1, 2), (4, 2), sizes=(2, 4), heads=(2, 4, 8))
+TELLING_ON_GPU = [*ways((2, 2), sizes=(4,), heads=(4,)), Way("a2a", "contiguous", 2)]
+
+
+def cross(cases, some):
+    return pytest.mark.parametrize(("case", "way"), [
+        pytest.param(replace(case, heads=way.heads), way, id=f"{case}-{way}") for case in cases for way in some])
+
+
+@gpu_only
+@cross(PACKS_ON_GPU, ON_GPU)
+def test_every_pack_and_mask_is_the_oracle_on_a_gpu(cupy, case, way):
+    check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
+
+
+@gpu_only
+@pytest.mark.parametrize("dims", TILES, ids=str)
+@cross(PACKS_ON_GPU[:3:2], TELLING_ON_GPU)
+def test_head_dims_are_the_oracle(cupy, case, way, dims):
+    case = replace(case, dims=dims)
+    check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
+
+
+@gpu_only
+@cross(PACKS_ON_GPU[:4], TELLING_ON_GPU)
+def test_portable_kernels_are_the_oracle(cupy, portable, case, way):
+    check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
+
+
+FIRST, LATER = [0, 40, 48, 128], [0, 16, 112, 128]
+
+
+@gpu_only
+@pytest.mark.parametrize("way", [way for way in TELLING_ON_GPU if way.sharding != "balanced"], ids=str)
+def test_plans_follow_lengths_on_the_gpu(cupy, way):
+    lengths = cupy.asarray(FIRST, np.int32)
+    case = Case("device", (1,), heads=(8, 4))
+    inputs = [cupy.asarray(np.random.default_rng(i).standard_normal((128 // way.cp_size, *shape)).astype(BFLOAT16))
+              for i, shape in enumerate(case.shapes().values())]  # fmt: skip
+
+    def program(comm):
+        layer = case.attention(way.comm(comm), BFLOAT16, engine="cuda", deterministic=True,
+                               cp_comm_type=way.cp_comm_type)  # fmt: skip
+        plan = layer.plan(PackedBatch(lengths, total_rows=128), way.sharding)
+        for now in (FIRST, LATER):
+            cupy.cuda.get_current_stream().synchronize()
+            comm.barrier()
+            if comm.rank == 0:
+                lengths[...] = cupy.asarray(now, np.int32)
+                cupy.cuda.get_current_stream().synchronize()
+            comm.barrier()
+            plan.refresh()
+            plan.check()
+            host = layer.plan(PackedBatch(now, total_rows=128), way.sharding)
+            found, wanted = (on_host(step(layer, each, inputs)) for each in (plan, host))
+            for field, x in wanted.items():
+                assert found[field].tobytes() == x.tobytes(), field
+            assert to_host(plan.rows).tolist() == host.sharding.rows(comm.rank).tolist()
+
+    thdattn.comm.run_local(way.cp_size, program)
+
+
+@gpu_only
+@pytest.mark.parametrize("way", [way for way in TELLING_ON_GPU if way.sharding != "balanced"], ids=str)
+def test_wrong_lengths_on_the_gpu_make_results_nan(cupy, way, monkeypatch):
+    case, check_plan = Case("device", (1,), heads=(8, 4)), thdattn.Plan.check
+    monkeypatch.setattr(thdattn.Plan, "check", lambda plan, wait=True: None)  # which may know at once
+
+    def program(comm):
+        layer = case.attention(way.comm(comm), BFLOAT16, engine="cuda", cp_comm_type=way.cp_comm_type)
+        plan = layer.plan(PackedBatch(cupy.asarray([0, 64, 32, 128], np.int32), total_rows=128), way.sharding)
+        inputs = [cupy.asarray(np.ones((plan.local_rows, *shape), BFLOAT16)) for shape in case.shapes().values()]
+        out, saved = layer.forward(*inputs[:3], plan)
+        for x in (out, *layer.backward(inputs[3], saved)):
+            assert np.isnan(to_host(x).astype(np.float32)).all()
+        with pytest.raises(ValueError, match="lengths on the GPU were planned that are wrong"):
+            check_plan(plan)
+
+    thdattn.comm.run_local(way.cp_size, program)
