@@ -14,7 +14,7 @@ import launch
 import numpy as np
 import pytest
 from faults import until
-from launch import RANKS, run_torchrun
+from launch import RANKS, all_done, run_torchrun
 from ranks.comm_contract import check_contract
 
 import thdattn.comm
@@ -24,7 +24,6 @@ torch = pytest.importorskip("torch")
 distributed = pytest.importorskip("torch.distributed")
 
 BOTH = "cpu:gloo,cuda:nccl"
-RANKS = RANKS
 
 
 @pytest.fixture
@@ -63,17 +62,14 @@ def test_ranks_of_a_group_are_numbered_within_it_and_others_are_refused(three_ra
 
 @pytest.mark.exhaustive
 def test_groups_of_torchrun_keep_the_contract():
-    run = run_torchrun(4, RANKS / "comm_groups.py", "torch-gloo", "4", timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("groups on torch done") == 4
+    all_done(run_torchrun(4, RANKS / "comm_groups.py", "torch-gloo", "4", timeout=120), 4, "groups on torch")
 
 
 @pytest.mark.exhaustive
 def test_ranks_of_torchrun_together_are_the_oracle():
     run = run_torchrun(2, RANKS / "attention_ranks.py", "cases,methods", "torch-gloo", "2", timeout=180)
-    assert run.returncode == 0, run.stderr
     for scenario in ("cases", "methods"):
-        assert run.stdout.count(f"{scenario} on torch-gloo done") == 2
+        all_done(run, 2, f"{scenario} on torch-gloo")
 
 
 @pytest.mark.exhaustive

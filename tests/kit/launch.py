@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,21 @@ def run_ranks(
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program on n MPI ranks and return its output; `python` are the interpreter's own options."""
     return run([*mpiexec(n), sys.executable, *python, str(program), *arguments], timeout)
+
+
+def run_gpu_ranks(
+    cupy: Any, n: int, program: Path, *arguments: str, timeout: float = 180.0, by: Callable[..., Any] = run_ranks
+) -> Any:
+    """The same where each rank has a GPU; skips the test if there are fewer."""
+    if (found := cupy.cuda.runtime.getDeviceCount()) < n:
+        pytest.skip(f"needs {n} GPUs, found {found}")
+    return by(n, program, *arguments, timeout=timeout)
+
+
+def all_done(run: subprocess.CompletedProcess[str], n: int, what: str) -> None:
+    """All n ranks have ended well, and have said that something is done."""
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(f"{what} done") == n, run.stdout
 
 
 def run_torchrun(n: int, program: Path, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -6,10 +6,9 @@ import pytest
 
 pytest.importorskip("cupy")  # which peer memory loads
 from cases import to_host
-from launch import RANKS, run_ranks
+from launch import RANKS, all_done, run_gpu_ranks
 from loopback import Loopback, Mirror
 from mixer_cases import BFLOAT16, GPU_SIZES, Case, random_inputs
-from test_gpu_nccl import need_gpus
 
 import thdattn
 
@@ -22,10 +21,7 @@ PACKS = {"over-all-ranks": (3000,), "own-and-crossing": (700, 1400, 3, 897), "ow
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 def test_ranks_together_are_one_rank(cupy, transport, n):
-    need_gpus(cupy, n)
-    run = run_ranks(n, PROGRAM, "gpu-cases", str(n), transport, timeout=200)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("gpu-cases done") == n
+    all_done(run_gpu_ranks(cupy, n, PROGRAM, "gpu-cases", str(n), transport, timeout=200), n, "gpu-cases")
 
 
 @pytest.mark.usefixtures("poisoned_gpu")

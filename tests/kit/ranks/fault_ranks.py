@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,8 +56,16 @@ def fail(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "exception":
         raise ValueError("rank 1 had bad luck")
-    elif kind == "leave":
-        sys.exit()
+    elif kind in ("leave", "exit"):
+        sys.exit(3 * (kind == "exit"))
+    elif kind == "thread":
+        thread = threading.Thread(target=fail, args=("exception",))
+        thread.start()
+        thread.join()
+    elif kind == "receive":  # each of two ranks waits for the other inside MPI, where Python handles no signal
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.recv(source=0)
     elif kind == "freeze":  # with its side process, as where a machine hangs
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(child), signal.SIGSTOP)
