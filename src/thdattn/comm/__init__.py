@@ -17,40 +17,9 @@ with thdattn.comm.init() as comm:
     ...
 ```
 
-and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a job waits for ever:
-
-* An exception that nobody catches in the main thread ends all ranks at once, after its traceback. That holds from the
-  moment at which `init` has started MPI; `-m mpi4py` adds sys.exit with an error to that. Where a signal kills a rank,
-  the launcher ends the others.
-* Every other reason to wait meets the deadline: a rank that hangs, has come to its end without an error, failed in
-  another thread, or made other calls than the others. An operation that does not complete within init's `timeout`,
-  60 s by default, ends every rank of the job with an error and one line on stderr. The line names rank,
-  host, operation, shape and dtype, its number among the operations of this comm, and how long it took. It also names
-  the ranks that are late or elsewhere, with where they are.
-* A rank that is missing ends the job before the deadline: one that has ended, or has been stopped (SIGSTOP) or silent
-  for 10 s, while another one has waited for 5 s. The line names it, its machine and its last operation. A `timeout`
-  below a minute makes these times `timeout / 6`, at least 1 s, and `timeout / 12`.
-* For that, each process starts a side process, which answers over UDP, to ranks that know its token, what its rank
-  does. It answers while the rank compiles or computes in C. Ranks of one machine use 127.0.0.1; those of several
-  machines use the address of the default route. Ranks ask only while an operation waits for long. A rank that cannot be
-  reached, as behind a firewall, counts as unknown, not as missing. THDATTN_HOST replaces the name of this rank's
-  machine.
-* On GPUs the clock runs from when the GPU has come to the operation: it may be enqueued long before, and behind long
-  work. A graph that `thdattn.graphs` replays is one operation; launch your own graphs within `comm.watched`. Time for
-  which this process is stopped does not count.
-* A rank that is late on purpose counts as late, too: where one writes a checkpoint for minutes while the others wait in
-  the next collective, pass a longer `timeout`.
-* `init` starts MPI, finds the GPUs and starts NCCL, and gives each of these steps five times the `timeout`. The clock
-  starts on each rank when it calls `init`, so call it first. Where the program has imported mpi4py.MPI before, the
-  start of MPI has no deadline. Nothing after close() has one, such as MPI_Finalize, which waits for all ranks.
-* The job ends by MPI_Abort; a process that still runs 5 s later says where its threads are, and exits.
-* Simulated ranks have the timeout of `run_local`. Ranks of `from_torch` have torch's: where it ends a call, a line on
-  stderr names the late ranks, and a missing rank ends the job as above.
-* Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on ranks that
-  compute. A rank that waits in a collective or for its GPU handles the signal when that ends, which may be at the
-  deadline. A second Ctrl-C kills all ranks at once.
-* Ctrl-C, with Open MPI: the launcher sends SIGTERM, no SIGINT, and kills the ranks a second later (version 4) or sooner
-  (version 5). There is no time for a checkpoint, and a second Ctrl-C is not needed.
+and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a job waits for ever: where one fails,
+hangs, ends or makes other calls than the others, all ranks end, with a message that names it. docs/failures.md says
+when.
 
 Groups: `comm.split(color)` makes comms of some of the ranks each, say one per row and one per column of a grid, and
     `comm.init(world=...)` takes any communicator of mpi4py. Ranks of one comm make the same calls on it in the same
