@@ -13,10 +13,10 @@ import numpy as np
 from cases import BFLOAT16, CASES, FIELDS, check, run, to_host
 from delays import attention, inputs_of, step
 from loopback import SIZE, Loopback, Mirror
-from window_memory import ALONE, counted
 
 from thdattn import PackedBatch
-from thdattn.comm.peer import layout, transport
+from thdattn.comm.beside import layout
+from thdattn.comm.peer import transport
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.methods import select
 
@@ -40,10 +40,11 @@ def assert_same_bits(found, wanted):
         assert to_host(x).tobytes() == to_host(y).tobytes(), name
 
 
-def check_with_collectives(cupy, comm, pack, dims, head_groups):
+def check_with_collectives(cupy, comm, pack, dims=(128, 128), sharding=None, *, head_groups, **options):
     batch = PackedBatch.from_lengths(PACKS[pack], 4)
-    layer, plain = attention(comm, dims, head_groups=head_groups), attention(Mirror(), dims, head_groups=1)
-    plan, other = layer.plan(batch), plain.plan(batch)
+    layer = attention(comm, dims, head_groups=head_groups, **options)
+    plain = attention(Mirror(), dims, head_groups=1, **options)
+    plan, other = layer.plan(batch, sharding), plain.plan(batch, sharding)
     for seed in range(3):
         inputs = inputs_of(cupy, layer, plan, seed)
         assert_same_bits(step(layer, plan, *inputs), step(plain, other, *inputs))
@@ -54,7 +55,7 @@ def check_with_collectives(cupy, comm, pack, dims, head_groups):
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("pack", PACKS)
 def test_peer_memory_gives_the_bits_of_collectives(cupy, comm, pack, dims, head_groups):
-    check_with_collectives(cupy, comm, pack, dims, head_groups)
+    check_with_collectives(cupy, comm, pack, dims, head_groups=head_groups)
 
 
 @pytest.mark.usefixtures("poisoned_gpu")
@@ -136,50 +137,6 @@ def slices_of(cupy, seed):
     return sends, recvs, places
 
 
-def sizes_of(sends):
-    total = sum(x.nbytes for x, _ in sends)
-    return [[0, total], [total, 0]]
-
-
-def test_slices_arrive_through_peer_memory_as_by_copies(cupy, comm):
-    under_way = []
-    for seed in range(5):
-        sends, recvs, found = slices_of(cupy, seed)
-        _, others, wanted = slices_of(cupy, seed)
-        Mirror().exchange(sends, others)
-        under_way.append((comm.exchange(sends, recvs, sizes_of(sends)), found, wanted))
-        for x, _ in sends:
-            x.view(np.uint8)[...] = 0  # they are free
-    for wait, found, wanted in under_way[::-1]:
-        wait()
-        for x, y in zip(found, wanted, strict=True):
-            assert to_host(x).tobytes() == to_host(y).tobytes()
-
-
-def test_captured_slices_replay(cupy, comm):
-    sends, recvs, found = slices_of(cupy, 0)
-    comm.exchange(sends, recvs, sizes_of(sends))()
-    stream = cupy.cuda.get_current_stream()
-    stream.begin_capture()
-    waits = [comm.exchange(sends, recvs, sizes_of(sends)) for _ in range(3)]
-    for wait in waits:
-        wait()
-    graph = stream.end_capture()
-    for seed in (1, 2, 3):
-        others, into, wanted = slices_of(cupy, seed)
-        Mirror().exchange(others, into)
-        for (x, _), (y, _) in zip(sends, others, strict=True):
-            x[...] = y
-        for x in found:
-            x.view(np.uint8)[...] = 0
-        graph.launch(stream)
-        for x, y in zip(found, wanted, strict=True):
-            assert to_host(x).tobytes() == to_host(y).tobytes()
-    comm.exchange(sends, recvs, sizes_of(sends))()  # eager again, with the flags as the graph left them
-    stream.synchronize()
-    del graph
-
-
 SWAPPED = [  # rows, heads that each of two ranks has, width, dtype; whether rows of all come back; of each an exchange
     [(4096, 8, 128, "bfloat16", False), (4096, 2, 128, "bfloat16", False), (4096, 2, 64, "bfloat16", False)],
     [(4096, 8, 128, "bfloat16", True), (8, 4096, 1, "float32", False)],
@@ -208,17 +165,42 @@ def assert_arrived(found, wanted):
         assert to_host(x).tobytes() == to_host(y).tobytes()
 
 
-def test_slices_arrive_by_one_kernel_as_by_copies(cupy, comm):
-    for seed, arrays in enumerate(SWAPPED * 2):
-        swap, sends, found = swap_of(cupy, arrays, seed)
-        _, _, wanted = swap_of(cupy, arrays, seed)
-        Mirror().all_to_all(swap, sends, wanted)()
-        wait = comm.all_to_all(swap, sends, found, at_once=True)
-        for x in sends:
+def copied(cupy, seed):
+    """An exchange through peer memory: (function of a comm that starts it, what it sends, what it writes to)."""
+    sends, recvs, places = slices_of(cupy, seed)
+    total = sum(x.nbytes for x, _ in sends)
+    return [(lambda comm: comm.exchange(sends, recvs, [[0, total], [total, 0]]), [x for x, _ in sends], places)]
+
+
+def by_kernel(cupy, seed):
+    """The same of exchanges by one kernel each."""
+    made = [swap_of(cupy, arrays, seed) for arrays in SWAPPED]
+    return [(lambda comm, one=one: comm.all_to_all(*one, at_once=True), *one[1:]) for one in made]
+
+
+def through_copies(cupy, exchanges, seed):
+    """The same exchanges of other rows, when all have arrived by copies: what they sent, and what arrived."""
+    made = exchanges(cupy, seed)
+    for start, _, _ in made:
+        start(Mirror())()
+    return [x for _, sends, _ in made for x in sends], [x for _, _, found in made for x in found]
+
+
+@pytest.mark.parametrize("exchanges", [copied, by_kernel])
+def test_slices_arrive_as_by_copies(cupy, comm, exchanges):
+    under_way = []
+    for seed in range(5):
+        made = exchanges(cupy, seed)
+        waits = [start(comm) for start, _, _ in made]
+        for x in (x for _, sends, _ in made for x in sends):
             x.view(np.uint8)[...] = 0  # they are free
-        wait()
+        found = [x for _, _, found in made for x in found]
+        under_way.append((waits, found, through_copies(cupy, exchanges, seed)[1]))
+    for waits, found, wanted in under_way[::-1]:
+        for wait in waits:
+            wait()
         assert_arrived(found, wanted)
-    assert comm.by_kernel == 2 * len(SWAPPED)
+    assert comm.by_kernel == (5 * len(SWAPPED) if exchanges is by_kernel else 0)
 
 
 def test_slices_by_copies_and_by_the_kernel_take_turns(cupy, comm, monkeypatch):
@@ -235,26 +217,27 @@ def test_slices_by_copies_and_by_the_kernel_take_turns(cupy, comm, monkeypatch):
     assert comm.by_kernel == 4
 
 
-def test_captured_slices_of_the_kernel_replay(cupy, comm):
-    made = [swap_of(cupy, arrays, 0) for arrays in SWAPPED]
-    for one in made * 2:  # each at both turns of a window
-        comm.all_to_all(*one, at_once=True)()
+@pytest.mark.parametrize("exchanges", [copied, by_kernel])
+def test_captured_slices_replay(cupy, comm, exchanges):
+    made = exchanges(cupy, 0)
+    for start, _, _ in made * 2:  # each at both turns of a window
+        start(comm)()
     stream = cupy.cuda.get_current_stream()
     stream.begin_capture()
-    for one in made:
-        comm.all_to_all(*one, at_once=True)()
+    waits = [start(comm) for start, _, _ in made * (3 if exchanges is copied else 1)]
+    for wait in waits:
+        wait()
     graph = stream.end_capture()
+    sent, found = [x for _, sends, _ in made for x in sends], [x for _, _, found in made for x in found]
     for seed in (1, 2, 3):
-        wanted = []
-        for (_, sends, _), arrays in zip(made, SWAPPED, strict=True):
-            swap, others, places = swap_of(cupy, arrays, seed)
-            Mirror().all_to_all(swap, others, places)()
-            wanted += places
-            for x, other in zip(sends, others, strict=True):
-                x[...] = other
+        others, wanted = through_copies(cupy, exchanges, seed)
+        for x, other in zip(sent, others, strict=True):
+            x[...] = other
+        for x in found:
+            x.view(np.uint8)[...] = 0
         graph.launch(stream)
-        assert_arrived([x for _, _, found in made for x in found], wanted)
-    comm.all_to_all(*made[0], at_once=True)()  # eager again, with the flags as the graph left them
+        assert_arrived(found, wanted)
+    made[0][0](comm)()  # eager again, with the flags as the graph left them
     stream.synchronize()
     del graph
 
@@ -265,13 +248,8 @@ def test_captured_slices_of_the_kernel_replay(cupy, comm):
 @pytest.mark.parametrize("sharding", ["contiguous", "dual_chunk"])
 @pytest.mark.parametrize("pack", PACKS)
 def test_heads_exchanged_by_the_kernel_give_the_bits_of_collectives(cupy, comm, pack, sharding, head_groups, keep_keys):
-    batch = PackedBatch.from_lengths(PACKS[pack], 4)
-    options = {"cp_comm_type": "a2a", "keep_keys": keep_keys}
-    layer, plain = attention(comm, head_groups=head_groups, **options), attention(Mirror(), head_groups=1, **options)
-    plan, other = layer.plan(batch, sharding), plain.plan(batch, sharding)
-    for seed in range(3):
-        inputs = inputs_of(cupy, layer, plan, seed)
-        assert_same_bits(step(layer, plan, *inputs), step(plain, other, *inputs))
+    check_with_collectives(cupy, comm, pack, sharding=sharding, head_groups=head_groups, keep_keys=keep_keys,
+                           cp_comm_type="a2a")  # fmt: skip
     assert comm.by_kernel == 3 * 4 * head_groups  # there and back, forward and backward: what is small is not hidden
 
 
@@ -300,40 +278,6 @@ def test_windows_grow_and_those_of_graphs_stay(cupy, comm):
     stream.synchronize()
     del graph
     assert layout.rounded_up(3 << 20) == 3 << 20 and layout.rounded_up((9 << 20) + 1) == 10 << 20
-
-
-@pytest.fixture
-def made(cupy, monkeypatch):
-    """Sizes of what windows are made of from now on."""
-    counting, sizes = counted(cupy)
-    monkeypatch.setattr(cupy.cuda, "Memory", counting)
-    return sizes
-
-
-def test_what_windows_take_is_what_is_said_and_free_after_the_end(cupy, made, comm):
-    def free():
-        cupy.get_default_memory_pool().free_all_blocks()
-        return cupy.cuda.runtime.memGetInfo()[0]
-
-    def held():
-        num_bytes = sum(comm.peer.held_bytes().values())
-        assert num_bytes == sum(made.values())
-        return num_bytes
-
-    def train(num_tokens):
-        plan = layer.plan(PackedBatch.from_lengths([num_tokens], 4))
-        step(layer, plan, *inputs_of(cupy, layer, plan))
-
-    layer = attention(comm, head_groups=2, keep_keys=False)
-    train(4_000)
-    start = free() + held()
-    for number in range(22):
-        train(int(30_000 * 1.02**number))
-    assert held() > 100 * 2**20
-    assert not ALONE or abs(start - free() - held()) < 32 * 2**20
-    comm.peer.close()
-    assert not made
-    assert not ALONE or abs(free() - start) < 32 * 2**20
 
 
 @pytest.mark.usefixtures("poisoned_gpu")

@@ -53,25 +53,22 @@ class Slice:
 
 def check_exchange(comm: thdattn.comm.Comm, xp: Any) -> None:
     """Random slices from every rank to every other one, several exchanges under way at a time; xp is numpy or cupy."""
-    under_way: list[tuple[Any, list[tuple[Any, np.ndarray]]]] = []
-    for seed in range(40):
-        draw = random.Random(seed)  # the same on all ranks
-        exchanged = start_exchange(comm, xp, draw)
-        under_way.append(exchanged)
-        while len(under_way) > draw.choice([0, 1, 3]):
-            check_arrived(*under_way.pop(0))
-    while under_way:
-        check_arrived(*under_way.pop(0))
+    check_all_arrive(comm, xp, start_exchange, [0, 1, 3])
     check_bad_slices_are_named(comm, xp)
 
 
 def check_swap(comm: thdattn.comm.Comm, xp: Any) -> None:
     """Random arrays of some rows of all heads become those of all rows of some, and back; several under way."""
+    check_all_arrive(comm, xp, start_swap, [0, 0, 1])
+
+
+def check_all_arrive(comm: thdattn.comm.Comm, xp: Any, start: Any, most: list[int]) -> None:
+    """Start exchanges, of which one of these numbers at most are under way."""
     under_way: list[tuple[Any, list[tuple[Any, np.ndarray]]]] = []
     for seed in range(40):
         draw = random.Random(seed)  # the same on all ranks
-        under_way.append(start_swap(comm, xp, draw))
-        while len(under_way) > draw.choice([0, 0, 1]):
+        under_way.append(start(comm, xp, draw))
+        while len(under_way) > draw.choice(most):
             check_arrived(*under_way.pop(0))
     while under_way:
         check_arrived(*under_way.pop(0))

@@ -6,8 +6,10 @@ mpiexec -n 2 python -m mpi4py peer_ranks.py short 2
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from thdattn.comm.peer import windows
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cases import to_host
 from ranks.attention_ranks import run_cases
-from window_memory import ALONE, counted
 
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1  # the rank that fails
 MUCH = 2**30  # bytes of a large window
+ALONE = "PYTEST_XDIST_WORKER" not in os.environ  # no other worker of pytest uses the GPU
+MEMORY = cupy.cuda.Memory
 Comm = thdattn.comm.Comm
 
 
@@ -42,6 +45,26 @@ class Layer:
         _, saved = self.attention.forward(self.x, self.x, self.x, self.plan)
         dq, dk, dv = self.attention.backward(self.x, saved)
         assert all(np.isfinite(to_host(x[-1024:]).astype(np.float32)).all() for x in (dq, dk, dv))
+
+
+def counted(is_full: Callable[[int], bool] = lambda size: False) -> dict[int, int]:
+    """Return the sizes of all memory of windows and blocks from now on, by address.
+
+    What a GPU has free says little where other processes use it too.
+
+    Args:
+        is_full: given a size, returns whether the driver is asked for more than the GPU has, which it refuses.
+    """
+    sizes: dict[int, int] = {}
+
+    class Counted(MEMORY):  # type: ignore[misc]
+        def __init__(self, size: int) -> None:
+            super().__init__(2 * cupy.cuda.runtime.memGetInfo()[1] if is_full(size) else size)
+            sizes[self.ptr] = size
+            weakref.finalize(self, sizes.pop, self.ptr).atexit = False
+
+    cupy.cuda.Memory = Counted
+    return sizes
 
 
 def free_bytes() -> int:
@@ -60,9 +83,9 @@ def same(value: Any) -> Any:
 def short(comm: Comm) -> None:
     """The last rank lacks memory for larger windows: all raise, and smaller packs go on."""
     layer = Layer(comm, 1 << 18)
-    before, memory = comm.held_bytes(), cupy.cuda.Memory
+    before = comm.held_bytes()
     if comm.rank == LAST:
-        cupy.cuda.Memory, _ = counted(cupy, lambda size: size >= MUCH)
+        counted(lambda size: size >= MUCH)
     for _ in range(2):
         began = time.perf_counter()
         try:
@@ -73,7 +96,7 @@ def short(comm: Comm) -> None:
         assert time.perf_counter() - began < 30 and comm.held_bytes() == before
     run_cases(comm, cupy)
     del layer
-    cupy.cuda.Memory = memory
+    cupy.cuda.Memory = MEMORY
     Layer(comm, 1 << 18).step()
 
 
@@ -89,7 +112,7 @@ def pool(comm: Comm) -> None:
     held = cupy.empty(MUCH, np.uint8)
     del held
     if comm.rank == LAST:
-        cupy.cuda.Memory, _ = counted(cupy, is_full)
+        counted(is_full)
     layer.step()
     assert comm.rank != LAST or free[0] >= MUCH > free[1], free
     run_cases(comm, cupy)
@@ -97,7 +120,7 @@ def pool(comm: Comm) -> None:
 
 def sizes(comm: Comm) -> None:
     """Sizes that rise by little leave two windows of each use, which are all that is counted."""
-    cupy.cuda.Memory, made = counted(cupy)
+    made = counted()
     Layer(comm, 1 << 14, head_groups=2).step()  # with larger windows than those of the start
     assert sum(comm.held_bytes().values()) == sum(made.values())
     start = free_bytes() + sum(made.values())
@@ -114,7 +137,7 @@ def sizes(comm: Comm) -> None:
 
 def close(comm: Comm) -> None:
     """What windows took is free as soon as the comm is closed."""
-    cupy.cuda.Memory, made = counted(cupy)
+    made = counted()
     Layer(comm, 1 << 16, head_groups=2).step()
     gc.collect()
     gc.disable()
