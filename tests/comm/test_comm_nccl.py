@@ -14,7 +14,7 @@ import pytest
 from fake_mpi import World
 
 import thdattn.comm
-from thdattn.comm import mpi, nccl
+from thdattn.comm import Arrival, PeerExchange, mpi, nccl
 from thdattn.comm.failures import watchdog
 from thdattn.comm.failures.watchdog import Watch
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
@@ -139,12 +139,6 @@ def test_ranks_that_see_one_gpu_each_take_it(start):
     assert start([[b"\x0a"], [b"\x0b"]], lambda comm: comm._gpu) == [0, 0]
 
 
-def test_two_ranks_on_one_gpu_are_refused_by_name_on_every_rank(start):
-    messages = start.refusals([[b"\x0a"], [b"\x0b"], [b"\x0b"]])
-    assert len(messages) == 3
-    assert all("ranks 1 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7" in m for m in messages)
-
-
 def test_equal_gpus_of_two_nodes_are_two():
     # Both uuids were cut at a 0 byte; the nodes are built alike.
     gpus = [nccl.Gpu(0, host, "0000:0b:00.0", "") for host in ("node7", "node8")]
@@ -153,30 +147,26 @@ def test_equal_gpus_of_two_nodes_are_two():
         nccl.choose([(True, gpu) for gpu in (*gpus, gpus[0])])
 
 
-def test_more_ranks_than_gpus_are_refused_on_every_rank(start):
-    messages = start.refusals([FOUR_GPUS[:2]] * 3)
-    assert len(messages) == 3
-    assert all(
-        "no usable GPU on rank 2: RuntimeError: rank number 2 of node7 sees 2 GPUs" in m for m in messages
-    )
+def no_id():
+    raise OSError("no network interface")
 
 
-def test_failing_rank_0_raises_on_every_rank_instead_of_stranding_them(start):
-    def no_id():
-        raise OSError("no network interface")
-
-    messages = start.refusals([FOUR_GPUS] * 4, make_nccl(get_unique_id=no_id))
-    assert messages == ["NCCL made no unique id on rank 0: OSError: no network interface"] * 4
+def communicator_but_of_rank_1(size, unique_id, rank):
+    if rank == 1:
+        raise KeyError(7)  # what CuPy makes of NCCL errors it does not know
+    return Communicator(size, unique_id, rank)
 
 
-def test_communicator_that_fails_on_one_rank_raises_on_every_rank(start):
-    def communicator(size, unique_id, rank):
-        if rank == 1:
-            raise KeyError(7)  # what CuPy makes of NCCL errors it does not know
-        return Communicator(size, unique_id, rank)
-
-    messages = start.refusals([FOUR_GPUS] * 2, make_nccl(NcclCommunicator=communicator))
-    assert messages == ["NCCL did not start on rank 1: KeyError: 7"] * 2
+@pytest.mark.parametrize(("gpus", "refused", "message"), [
+    ([[b"\x0a"], [b"\x0b"], [b"\x0b"]], {}, "ranks 1 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7"),
+    ([FOUR_GPUS[:2]] * 3, {}, "no usable GPU on rank 2: RuntimeError: rank number 2 of node7 sees 2 GPUs"),
+    ([FOUR_GPUS] * 4, {"get_unique_id": no_id}, "NCCL made no unique id on rank 0: OSError: no network interface"),
+    ([FOUR_GPUS] * 2, {"NcclCommunicator": communicator_but_of_rank_1}, "NCCL did not start on rank 1: KeyError: 7"),
+    ([[b"\x0a"], [FULL]], {}, "no context on the GPU on rank 1: OSError: out of memory"),
+], ids=["two on one GPU", "too few GPUs", "no id", "no communicator", "no memory"])  # fmt: skip
+def test_start_that_fails_on_one_rank_raises_on_every_rank(start, gpus, refused, message):
+    messages = start.refusals(gpus, make_nccl(**refused))
+    assert len(messages) == len(gpus) and all(m.startswith(message) for m in messages)
 
 
 def test_rank_whose_communicator_fails_waits_no_longer_for_the_others_than_in_a_collective(start):
@@ -195,11 +185,6 @@ def test_rank_whose_communicator_fails_waits_no_longer_for_the_others_than_in_a_
     messages = start.refusals([FOUR_GPUS] * 2, make_nccl(NcclCommunicator=communicator), MemoryError)
     assert waits == [("NCCL did not start here (none left), number 2 of this comm,", 10.0)]
     assert messages == ["NCCL did not start on rank 1: none left"] * 2
-
-
-def test_gpu_without_memory_for_a_context_raises_on_every_rank(start):
-    messages = start.refusals([[b"\x0a"], [FULL]])
-    assert messages == ["no context on the GPU on rank 1: OSError: out of memory"] * 2
 
 
 def test_start_that_never_ends_is_watched_for_longer_than_a_collective(start):
@@ -339,6 +324,20 @@ def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(
         assert [(given, where) for given, _, _, (where, _) in said] == [(swap, marks)]
     else:
         assert said == ["copies"]
+
+
+def test_the_kernel_that_gathers_keys_says_where_the_stream_is(start, monkeypatch):
+    arrivals = [Arrival([], peer_exchange=PeerExchange("flags", [])), Arrival([])]
+    peer = peer_memory(gather_heads=lambda sends, recvs, at_once: arrivals)
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+
+    def program(comm):
+        made = [comm.gather_heads([np.zeros(3)], [], at_once=True) for _ in range(2)]
+        assert all(second.wait is thdattn.comm.no_wait for _, second in made)
+        return comm._lane()._numbers.ctypes.data, [first.peer_exchange for first, _ in made]
+
+    for marks, exchanges in start([FOUR_GPUS] * 2, program):
+        assert exchanges == [PeerExchange("flags", [], marks, number) for number in (1, 2)]
 
 
 def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, monkeypatch):

@@ -1,14 +1,10 @@
-"""NCCL beside kernels: whichever streams and ranks are late, all read the right rows, and its memory is what is said.
-
-The random programs are those of peer_programs.py. They show what is wrong where an order of streams is left out.
-"""
+"""NCCL beside kernels: what goes by which communicator, and its memory, which is what is said."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 from types import SimpleNamespace
-from unittest import mock
 
 import fake_nccl
 import numpy as np
@@ -16,109 +12,11 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_gpus import Stream
 from fake_mpi import World
-from peer_programs import Pack, Program, machine_of, results
-from test_peer_protocol import all_turns, nothing, start_backward
+from peer_programs import Program, machine_of
 
 import thdattn.comm
-from thdattn.comm.side import communicator, memory, transport
-from thdattn.comm.side.transport import SideNccl
-from thdattn.methods import all_gather
-
-SEEDS = 32
-
-
-@pytest.mark.parametrize(("size", "num_seeds"), [(2, SEEDS), (3, SEEDS // 2), (4, SEEDS // 4)])
-def test_every_call_reads_the_rows_of_its_own(size, num_seeds):
-    found = [results(size, seed, by_nccl=True) for seed in range(num_seeds)]
-    assert sum(checked for checked, _ in found) > 10 * size * len(found)
-    assert [seed for seed, (_, wrong) in enumerate(found) if wrong] == []
-
-
-def test_sums_of_nccl_are_those_in_rank_order():
-    """Inputs are integers, whose sums do not depend on the order."""
-    with mock.patch.object(SideNccl, "_adds_in_rank_order", lambda side, wanted: False):
-        assert not any(results(3, seed, by_nccl=True)[1] for seed in range(SEEDS // 2))
-
-
-# --- what the test sees if an order is left out ------------------------------------------------------------------
-
-
-def current_stream(side):
-    """It comes after nothing."""
-    return side._cupy.cuda.get_current_stream()
-
-
-def next_at_once(side, use, num_bytes, stream):
-    """The block is written while a collective may still read it."""
-    return side._memory.next(use, num_bytes, stream.is_capturing())
-
-
-def arrival_for_the_current_stream(side, stream):
-    """The stream that asked does not wait where another one is current."""
-    event = side._recorded(side._stream)
-    return lambda: current_stream(side).wait_event(event)
-
-
-def blocks_of_graphs(blocks, use, num_bytes, capturing):
-    """Eager calls use the blocks of graphs."""
-    return next_block(blocks, use, num_bytes, True)
-
-
-def sums_of_three_layers(program, draw):
-    pack = Pack(program, program.machine.stream, 5)
-    for _ in range(6):
-        layers = [start_backward(pack) for _ in range(3)]
-        for layer in layers:
-            layer.check(layer.dk_dv())
-
-
-def drops_at_work(program, draw):
-    """Plans whose keys and sums nobody asks for, on a stream that others follow."""
-    stream, other = program.machine.stream, Stream(program.machine)
-    for _ in range(6):
-        pack = Pack(program, stream, 5)
-        pack.gather(draw)
-        layer = start_backward(pack)
-        program.machine.stream = other
-        del layer, pack
-        program.machine.stream = stream
-        Pack(program, stream, 5).forward(draw)
-
-
-next_block = memory.Blocks.next
-PROGRAMS = Program.enqueue, sums_of_three_layers, drops_at_work
-BROKEN = {
-    "sends rows before they are written": (SideNccl, "_follow", nothing),
-    "reads before rows arrive": (SideNccl, "_arrival", lambda side, stream: nothing),
-    "writes what a collective still reads": (SideNccl, "_next", next_at_once),
-    "calls of two streams in any order": (SideNccl, "enter", current_stream),
-    "drops what is on its way on another stream": (SideNccl, "_arrival", arrival_for_the_current_stream),
-    "drops sums that are on their way": (all_gather.PendingGrads, "__del__", nothing),
-    "gathers for later into the buffers of a graph": (all_gather._Turns, "next", all_turns),
-    "has one set of blocks for graphs and calls": (memory.Blocks, "next", blocks_of_graphs),
-    "waits for the collective of another capture": (memory.Blocks, "forget_events", nothing),
-}
-
-
-def shows(program, seed):
-    try:
-        return results(2, seed, program, by_nccl=True)[1] > 0
-    except AssertionError:  # streams wait for ever
-        return True
-
-
-@pytest.mark.parametrize("program", PROGRAMS[1:])
-def test_what_hurts_those_is_right(program):
-    assert not any(results(2, seed, program, by_nccl=True)[1] for seed in range(SEEDS))
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_schedule_with_an_order_left_out_is_found(fault):
-    with mock.patch.object(*BROKEN[fault]):
-        assert any(shows(PROGRAMS[seed % len(PROGRAMS)], seed) for seed in range(8 * SEEDS))
-
+from thdattn.comm.side import communicator, transport
 
 # --- what goes where ---------------------------------------------------------------------------------------------
 
@@ -289,5 +187,3 @@ def test_few_thread_blocks_are_asked_of_the_library_that_cupy_has_loaded():
     version = ctypes.c_int()
     assert communicator.library().ncclGetVersion(ctypes.byref(version)) == 0
     assert version.value == nccl.get_version()
-
-

@@ -34,7 +34,8 @@ from unittest import mock
 
 import numpy as np
 
-from thdattn.comm.peer import layout, windows
+from thdattn.comm.beside import layout
+from thdattn.comm.peer import windows
 
 SECONDS = 10  # that a thread waits for a flag
 

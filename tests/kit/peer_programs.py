@@ -19,7 +19,7 @@ import numpy as np
 from fake_exchange import Gathered, meet, take
 from fake_gpus import CUDARuntimeError, Machine, Stream, addresses, at, installed
 
-from thdattn.comm import no_wait, overlap, slices
+from thdattn.comm import Comm, no_wait, overlap, slices
 from thdattn.comm.peer import exchange as exchange_launcher
 from thdattn.comm.peer import transport
 from thdattn.comm.side import communicator
@@ -278,7 +278,7 @@ class Swap(Exchange):
         if memory.exchanges_by_kernel(self.swap, self.at_once):
             self.wait = memory.all_to_all(self.swap, self.sources, self.found)
         else:
-            self.wait = overlap.OverlappedCollectives.all_to_all(self.program.comm, self.swap, self.sources, self.found)
+            self.wait = Comm.all_to_all(self.program.comm, self.swap, self.sources, self.found)
         return self
 
     def ends(self, each):
@@ -450,7 +450,6 @@ def machine_of(size, seed):
           mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(overlap, "copy", enqueue_copy),
           mock.patch.object(side, "copy", enqueue_copy),
           mock.patch.object(side, "WORTH_OVERLAPPING", 0),
-          mock.patch.object(side, "rounded_up", lambda num_bytes: num_bytes),
           mock.patch.object(transport, "WORTH_COPYING", 0),  # so that some swaps are of copies
           mock.patch.object(exchange_launcher, "_LEAST_BYTES", 64),  # several chunks each, some empty
           mock.patch.object(transport.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip

@@ -23,7 +23,7 @@ LAYERS = [
     "torch", "cli", "fuzz", "__main__",
 ]
 CONTRACT = "engines"  # what an engine has to do, without any: all may import it
-EXCEPTIONS = {("comm.peer.shared_memory", "plan.memory"), ("comm.side.memory", "plan.memory")}
+EXCEPTIONS = {("comm.peer.shared_memory", "plan.memory"), ("comm.beside.blocks", "plan.memory")}
 # Engines are handed to these as arguments, or named by strings.
 WITHOUT_ENGINES = {"__init__", "attention", "engines.select", "mamba.mixer", "mamba.context_parallel"}
 ENGINES = ("engines.reference", "engines.cuda", "mamba.reference", "mamba.cuda", "jit.compiler")
@@ -31,9 +31,9 @@ ENGINES = ("engines.reference", "engines.cuda", "mamba.reference", "mamba.cuda",
 WHEN_LOADED = {"cupy": {"jit.compiler", "jit.tensor_map", *(f"engines.cuda.{name}" for name in (
                    "launch", "plan", "rows", "scheduler", "forward", "backward", "decode", "softcap"))},
                "mpi4py": set(), "torch": {"torch"}, "jax": set()}
-EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.local", "comm.nccl", "comm.peer.transport", "comm.peer.shared_memory",
-                 "comm.peer.windows", "comm.side.transport", "comm.side.memory", "engines.select", "graphs.capture",
-                 "graphs.upload", "cli.info", "costs.measure", "varlen"},
+EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.local", "comm.nccl", "comm.beside.blocks", "comm.beside.transport",
+                 "comm.peer.shared_memory", "comm.peer.windows", "engines.select", "graphs.capture", "graphs.upload",
+                 "cli.info", "costs.measure", "varlen"},
         "mpi4py": {"comm.mpi", "comm.nccl", "cli.info"}, "torch": {"torch", "comm.torch"}, "jax": set()}
 
 

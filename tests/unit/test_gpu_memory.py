@@ -10,7 +10,8 @@ from loopback import Loopback, Mirror
 
 import thdattn
 from thdattn import PackedBatch
-from thdattn.comm.peer import layout, windows
+from thdattn.comm.beside import layout
+from thdattn.comm.peer import windows
 from thdattn.methods import select
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from thdattn.arguments import INT32_MAX, as_choice, as_count
 from thdattn.comm.agreement import Fields, settle
 from thdattn.comm.checks import ArgumentChecks
-from thdattn.comm.overlap import OverlappedCollectives, Pending, no_wait
+from thdattn.comm.overlap import CollectivesInTurn, Pending, no_wait
 from thdattn.comm.slices import Slices, buffer_for, packed, unpack
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _UNWATCHED = nullcontext()
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
 
 
-class Comm(ArgumentChecks, OverlappedCollectives):
+class Comm(ArgumentChecks, CollectivesInTurn):
     """Group of ranks with its collectives, as the rest of the package uses them.
 
     Every rank calls the same collectives in the same order with the same shapes and dtypes. Arrays are C-contiguous,
@@ -129,8 +129,8 @@ class Comm(ArgumentChecks, OverlappedCollectives):
 
         Args:
             sends: pairs (slice, rank that it goes to). The elements of a row are contiguous, but rows need not follow
-                each
-                other: x[a:b], and x[:, a:b] of a C-contiguous x. Several may go to one rank. Empty ones are left out.
+                each other: x[a:b], and x[:, a:b] of a C-contiguous x. Several may go to one rank. Empty ones are left
+                out.
             recvs: pairs (slice, rank that it comes from): from each rank as many as it sends here, in the same order
                 and of equally many bytes. Shapes and dtypes are the receiver's. Overwritten; recvs and sends do not
                 overlap.
@@ -244,8 +244,8 @@ class Comm(ArgumentChecks, OverlappedCollectives):
         """Return a block, with init's deadline, for work that waits for other ranks on the host or the current stream.
 
         Collectives are watched already; inside the block they count as one operation. Nothing is watched while the
-        stream is
-        captured, as nothing runs: have the graph's launch watched. Without a deadline of init, the block does nothing.
+        stream is captured, as nothing runs: have the graph's launch watched. Without a deadline of init, the block does
+        nothing.
 
         Args:
             what: the operation, for the message.

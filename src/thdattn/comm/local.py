@@ -127,14 +127,10 @@ class _Rendezvous:
 
 
 class _Point(NamedTuple):
-    """Point that a rank's stream has come to.
+    """Point that a rank's stream has come to, and the event recorded there."""
 
-    stream: the stream's number; event: recorded at the point; wait: makes the stream wait for another rank's event.
-    """
-
-    stream: int
+    stream: Any
     event: Any
-    wait: Callable[[Any], object]
 
 
 class LocalComm(Comm):
@@ -221,8 +217,8 @@ class LocalComm(Comm):
         mine = points[self.rank]
         for point in points:
             # Each thread has its own default stream under the one number of "per-thread default".
-            if mine and point and (point.stream != mine.stream or point.stream == _PER_THREAD):
-                mine.wait(point.event)
+            if mine and point and (point.stream.ptr != mine.stream.ptr or point.stream.ptr == _PER_THREAD):
+                mine.stream.wait_event(point.event)
         return list(values)
 
     def _point(self, array: Any) -> _Point | None:
@@ -233,7 +229,7 @@ class LocalComm(Comm):
 
         stream, event = cupy.cuda.get_current_stream(), cupy.cuda.Event(disable_timing=True)
         event.record(stream)
-        return _Point(stream.ptr, event, stream.wait_event)
+        return _Point(stream, event)
 
 
 def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float, check: bool) -> list[Result]:

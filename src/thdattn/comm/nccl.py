@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from thdattn.comm.failures.watchdog import PATIENCE_AT_START, Lane
 from thdattn.comm.overlap import slices_to_exchange
 from thdattn.comm.slices import AllToAllSpec, Slices
 from thdattn.install import remedy
+
+if TYPE_CHECKING:
+    from thdattn.comm.beside.transport import Transport
 
 logger = logging.getLogger("thdattn")
 
@@ -88,9 +91,9 @@ class NcclComm(Comm):
         mpi.find_ranks(world, self._watch)
         with self._watch.waiting("the start of NCCL", patience=PATIENCE_AT_START):
             _agreed(world, "no context on the GPU", cupy.cuda.Device(self._gpu).use)
-            self._nccl = _start(world, nccl, self._watch.waiting)
+            self._nccl = start(world, nccl, "NCCL did not start", nccl.NcclCommunicator, self._watch.waiting)
             peer, self.no_peer_memory = _peer_memory(world, gpus, transport)
-            self._beside = _side_nccl(world, nccl, self._nccl) if peer is None else peer  # collectives beside kernels
+            self._beside = _side_nccl(world, nccl, self._nccl) if peer is None else peer
         if self._beside is not None:
             self._beside.wait_within(self._watch.waiting, self._watched_stream)
         self._world = world
@@ -163,14 +166,11 @@ class NcclComm(Comm):
             return super().gather_heads(sends, recvs)
         self._check_open()
         self.received_bytes += (self.size - 1) * sum(send.nbytes for send in sends)
-        if at_once and self.reads_peers:
-            marks = self._watched_kernel("gather of keys", sends[0])
-            arrivals = self._beside.gather_heads(sends, recvs, True, marks)
-        else:
-            with self.watched("gather of keys", sends[0]):
-                arrivals = self._beside.gather_heads(sends, recvs, at_once)
-        return [arrival if arrival.wait is no_wait
-                else arrival._replace(wait=self._watched_wait("gather of keys", arrival.wait)) for arrival in arrivals]
+        what, by_kernel = "gather of keys", at_once and self.reads_peers
+        marks = self._watched_kernel(what, sends[0]) if by_kernel else (0, 0)
+        with nullcontext() if by_kernel else self.watched(what, sends[0]):
+            arrivals = self._beside.gather_heads(sends, recvs, at_once)
+        return [self._watched_arrival(what, marks, arrival) for arrival in arrivals]
 
     def all_to_all(
         self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
@@ -182,8 +182,7 @@ class NcclComm(Comm):
                                  None if at_once else spec.sizes)
         self.received_bytes += spec.received[self.rank]
         marks = self._watched_kernel("exchange of slices", recvs[0])
-        wait: Callable[[], None] = self._beside.all_to_all(spec, sends, recvs, marks)
-        return wait
+        return self._beside.all_to_all(spec, sends, recvs, marks)
 
     def drop_partials(self) -> None:
         if self._beside is not None:
@@ -208,26 +207,26 @@ class NcclComm(Comm):
         if self.reads_peers and not at_once:  # the host waits for nobody
             return self._watched_wait("sum of gradients", self._beside.reduce_partials(rows, results, False))
         with self.watched("sum of gradients", results[0]):
-            wait: Callable[[], None] = self._beside.reduce_partials(rows, results, at_once, in_rank_order)
+            wait = self._beside.reduce_partials(rows, results, at_once, in_rank_order)
         return wait if wait is no_wait else self._watched_wait("sum of gradients", wait)
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         if self._beside is None:
             return super().gather_bytes(sends, num_groups)
-        return dict(self._beside.gather_bytes(sends, num_groups))
+        return self._beside.gather_bytes(sends, num_groups)
 
     def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
         if self._beside is None:
             return super().sum_bytes(groups, in_rank_order)
-        return dict(self._beside.sum_bytes(groups, in_rank_order))
+        return self._beside.sum_bytes(groups, in_rank_order)
 
     def held_bytes(self) -> dict[str, int]:
-        return {} if self._beside is None else dict(self._beside.held_bytes())
+        return {} if self._beside is None else self._beside.held_bytes()
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
         if self._beside is None or not self._beside.carries(sizes):
             return super().exchange_bytes(sizes, strided)
-        return dict(self._beside.exchange_bytes(sizes, strided))
+        return self._beside.exchange_bytes(sizes, strided)
 
     def _watched_kernel(self, what: str, array: Any) -> tuple[int, int]:
         """Return the address and number that the next kernel on the current stream marks its begin and end with.
@@ -237,6 +236,13 @@ class NcclComm(Comm):
         self._check_open()
         lane = self._lane()
         return (0, 0) if lane is None else self._watch.by_kernel(lane, what, array)
+
+    def _watched_arrival(self, what: str, marks: tuple[int, int], arrival: Arrival) -> Arrival:
+        """Return an arrival whose wait is watched, or whose kernel writes the marks."""
+        kernel = arrival.peer_exchange
+        if kernel is not None:
+            return arrival._replace(peer_exchange=kernel._replace(marks=marks[0], number=marks[1]))
+        return arrival if arrival.wait is no_wait else arrival._replace(wait=self._watched_wait(what, arrival.wait))
 
     def _watched_wait(self, what: str, wait: Callable[[], None]) -> Callable[[], None]:
         """Return a watched wait: the current stream waits for another one, which waits for other ranks."""
@@ -367,14 +373,22 @@ def _agreed(world: Any, failure: str, action: Callable[[], Any], waiting: Waitin
     return result
 
 
-def _start(world: Any, nccl: Any, waiting: Waiting) -> Any:
-    """Make the communicator on all ranks, or raise on all ranks."""
+def start(
+    world: Any, nccl: Any, failure: str, make: Callable[[int, bytes, int], Any], waiting: Waiting = nullcontext
+) -> Any:
+    """Make a communicator on all ranks, or raise on all ranks.
+
+    Args:
+        nccl: CuPy's module.
+        failure: what to say if a rank does not make it.
+        make: makes it from the number of ranks, an id, and the rank.
+        waiting: as for _agreed. A rank that fails may leave the others in `make`: it waits for them as for a
+            collective, and says why.
+    """
     # NOTE: the outcome is sent, not the id: a rank 0 that raised here would leave the others in bcast.
     made = world.bcast(attempt(nccl.get_unique_id) if world.rank == 0 else None, root=0)
     (unique_id,) = results("NCCL made no unique id", [made])
-    # A rank that fails may leave the others in this call: it waits for them as for a collective, and says why.
-    return _agreed(world, "NCCL did not start",
-                   lambda: nccl.NcclCommunicator(world.size, unique_id, world.rank), waiting)
+    return _agreed(world, failure, lambda: make(world.size, unique_id, world.rank), waiting)
 
 
 # Lanes by thread, GPU and stream. They are never dropped: a stream may write to one after all comms are closed.
@@ -410,7 +424,7 @@ def _stream_writes() -> Callable[[int, int, int, int], int]:
     return called
 
 
-def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Any, str]:
+def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Transport | None, str]:
     """Return (the ranks' peer memory, "") if every rank can have it, else (None, why not); the same on every rank.
 
     Raises:
@@ -431,7 +445,7 @@ def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Any, 
     return None, reason
 
 
-def _side_nccl(world: Any, nccl: Any, main: Any) -> Any:
+def _side_nccl(world: Any, nccl: Any, main: Any) -> Transport | None:
     """Return the ranks' collectives beside kernels, or None if they have none; the same on every rank.
 
     Args:

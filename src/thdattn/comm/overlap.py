@@ -1,7 +1,6 @@
 """Collectives that overlap computation: keys are gathered, and gradients summed, one group of heads after another.
 
-The defaults use all_gather, reduce_scatter and exchange, which every backend has. A backend whose transport runs beside
-kernels overrides them.
+Every comm has them, one collective after another. A transport (beside/transport.py) has them run beside kernels.
 """
 
 from __future__ import annotations
@@ -80,9 +79,101 @@ class Arrival(NamedTuple):
 class OverlappedCollectives(ABC):
     """Collectives of attention over the keys of all ranks, which may overlap its kernels."""
 
-    name: str
     rank: int
     size: int
+
+    @abstractmethod
+    def gather_heads(
+        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+    ) -> list[Arrival]:
+        """Start to gather all ranks' rows, one group of heads after another.
+
+        A kernel can then compute on the heads that have arrived, while the exchange of others goes on. `sends` are free
+        again when the call returns, as in all_gather.
+
+        Args:
+            sends: arrays (rows, heads, width), such as k and v.
+            recvs: for each group, as many arrays (size * rows, heads of the group, width). Groups follow each other and
+                have equally many heads. Overwritten, or unused where the rows can be read in place.
+            at_once: the groups are needed next, one after another, with no other call between; else at any time.
+
+        Returns:
+            For each group, the rows and how to wait for them.
+        """
+
+    def owner_partials(
+        self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
+    ) -> Any:
+        """Return where a kernel writes this rank's partial sums of the rows that each rank owns.
+
+        reduce_partials is the next call and adds them up. So no pass has to sort partial sums by rank, as sum_rows
+        needs it. Only comms with `overlaps` have both.
+
+        Args:
+            shapes: for two arrays, (rows, heads, width) of the rows that each rank owns.
+            largest: the same for the group with most heads, so that the memory is allocated once for all groups.
+            at_once: as for reduce_partials. Partial sums then go to their owner ranks while the kernel runs.
+
+        Returns:
+            A PARTIALS of jit/structs.py: for each array and rank, the address of this rank's float32 partial sums.
+            Without reads_peers, the first address is that of the rows of all ranks, in rank order.
+        """
+        raise NotImplementedError(f"{self!r} does not see what other ranks have")
+
+    def drop_partials(self) -> None:
+        """Forget the last owner_partials: all ranks have the same error and add nothing up."""
+        raise NotImplementedError(f"{self!r} does not see what other ranks have")
+
+    def reduce_partials(
+        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
+    ) -> Callable[[], None]:
+        """Start to add all ranks' partial sums of the rows that this rank owns, rounded once.
+
+        Args:
+            rows: (rows,) int32, the number of each row among the partial sums; -1: no rank has one, and the result is
+                0.
+            results: two arrays of the shapes that owner_partials got; they may be some of the heads of larger arrays.
+            at_once: the results are needed next; else the kernels that follow overlap the sum.
+            in_rank_order: add in the order of ranks, so that sums have the same bits on every transport.
+
+        Returns:
+            A function that waits for the results; on a GPU the current stream waits.
+        """
+        raise NotImplementedError(f"{self!r} does not see what other ranks have")
+
+    @abstractmethod
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        """Return the bytes that gather_heads allocates beside its arguments, by name.
+
+        Args:
+            sends: bytes of each array; num_groups: groups of heads.
+        """
+
+    @abstractmethod
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
+        """Return the bytes that adding up partial sums allocates, by name.
+
+        Args:
+            groups: for each group of heads, the bytes of all ranks' rows of each array.
+            in_rank_order: as for reduce_partials.
+        """
+
+    @abstractmethod
+    def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
+        """Return the bytes that exchange allocates, by name.
+
+        Args:
+            sizes: as for exchange.
+            strided: bytes of the slices, sent and received, whose rows do not follow each other.
+        """
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes that are allocated already, under the names of the three functions above."""
+        return {}
+
+
+class CollectivesInTurn(OverlappedCollectives):
+    """Collectives of attention that overlap nothing, by collectives that every backend has."""
 
     @abstractmethod
     def all_gather(self, send: Any, recv: Any) -> None: ...
@@ -112,20 +203,6 @@ class OverlappedCollectives(ABC):
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
     ) -> list[Arrival]:
-        """Start to gather all ranks' rows, one group of heads after another.
-
-        A kernel can then compute on the heads that have arrived, while the exchange of others goes on. `sends` are free
-        again when the call returns, as in all_gather.
-
-        Args:
-            sends: arrays (rows, heads, width), such as k and v.
-            recvs: for each group, as many arrays (size * rows, heads of the group, width). Groups follow each other and
-                have equally many heads. Overwritten, or unused where the rows can be read in place.
-            at_once: the groups are needed next, one after another, with no other call between; else at any time.
-
-        Returns:
-            For each group, the rows and how to wait for them.
-        """
         first = [0] * len(sends)
         for parts in recvs:
             for i, (send, part) in enumerate(zip(sends, parts, strict=True)):
@@ -147,76 +224,15 @@ class OverlappedCollectives(ABC):
             self.reduce_scatter(partial, total)
             result[...] = total
 
-    def owner_partials(
-        self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
-    ) -> Any:
-        """Return where a kernel writes this rank's partial sums of the rows that each rank owns.
-
-        reduce_partials is the next call and adds them up. So no pass has to sort partial sums by rank, as sum_rows
-        needs it. Only comms with `overlaps` have both.
-
-        Args:
-            shapes: for two arrays, (rows, heads, width) of the rows that each rank owns.
-            largest: the same for the group with most heads, so that the memory is allocated once for all groups.
-            at_once: as for reduce_partials. Partial sums then go to their owner ranks while the kernel runs.
-
-        Returns:
-            A PARTIALS of jit/structs.py: for each array and rank, the address of this rank's float32 partial sums.
-            Without reads_peers, the first address is that of the rows of all ranks, in rank order.
-        """
-        raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
-
-    def drop_partials(self) -> None:
-        """Forget the last owner_partials: all ranks have the same error and add nothing up."""
-        raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
-
-    def reduce_partials(
-        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
-    ) -> Callable[[], None]:
-        """Start to add all ranks' partial sums of the rows that this rank owns, rounded once.
-
-        Args:
-            rows: (rows,) int32, the number of each row among the partial sums; -1: no rank has one, and the result is
-                0.
-            results: two arrays of the shapes that owner_partials got; they may be some of the heads of larger arrays.
-            at_once: the results are needed next; else the kernels that follow overlap the sum.
-            in_rank_order: add in the order of ranks, so that sums have the same bits on every transport.
-
-        Returns:
-            A function that waits for the results; on a GPU the current stream waits.
-        """
-        raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
-
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
-        """Return the bytes that gather_heads allocates beside its arguments, by name.
-
-        Args:
-            sends: bytes of each array; num_groups: groups of heads.
-        """
         return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
-        """Return the bytes that adding up partial sums allocates, by name.
-
-        Args:
-            groups: for each group of heads, the bytes of all ranks' rows of each array.
-            in_rank_order: as for reduce_partials.
-        """
         most = max(map(sum, groups))
         return {"partial sums": most, "sums": most // self.size}
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
-        """Return the bytes that exchange allocates, by name.
-
-        Args:
-            sizes: as for exchange.
-            strided: bytes of the slices, sent and received, whose rows do not follow each other.
-        """
         return {"copies of slices": strided} if strided else {}
-
-    def held_bytes(self) -> dict[str, int]:
-        """Return the bytes that are allocated already, under the names of the three functions above."""
-        return {}
 
 
 def slices_to_exchange(

@@ -110,7 +110,7 @@ def join(kind: str, place: str, backend: str, timeout: float) -> thdattn.comm.Co
     elif place == "init":  # rank 1 has joined MPI
         mpi.watch = before(mpi.watch, lambda: fail(kind))
     elif place == "nccl":  # all ranks have found their GPUs
-        nccl._start = before(nccl._start, lambda: fail(kind))
+        nccl.start = before(nccl.start, lambda: fail(kind))
     return thdattn.comm.init(backend, timeout=timeout)
 
 

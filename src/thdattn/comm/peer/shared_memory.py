@@ -1,4 +1,4 @@
-"""Memory of peer memory: windows for each use, and memory for pulled sums; all ranks allocate and free it together.
+"""Memory of peer memory: windows for each use, which all ranks allocate and free together.
 
 An allocation may fail on one rank alone. So all ranks try every step of growing, and agree on its outcome before
 anything changes: all ranks go on, or all raise the same error and keep the memory that they had.
@@ -11,19 +11,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
+from thdattn.comm.beside import layout
+from thdattn.comm.beside.blocks import allocated
 from thdattn.comm.failures.outcomes import Waiting, agreed
-from thdattn.comm.peer import layout
 from thdattn.comm.peer.windows import Window, header_bytes
 from thdattn.plan.memory import in_units
 
-T = TypeVar("T")
-
 KEYS, SUMS, SLICES = "windows of keys", "windows of sums", "windows of slices"
-PULLED = "pulled sums"
-
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _REMEDY = ("pass fewer tokens, spread them over more ranks, make CPAttention with more head_groups, or take "
            "comm.init(transport='nccl'), which has no windows")
 
@@ -50,8 +46,6 @@ class SharedMemory:
         self._device = cupy.cuda.Device()
         self._pairs: dict[str, _Pair] = {}
         self._outgrown: list[_Pair] = []
-        # By whether a graph may use it; the last of each list is the largest.
-        self._pulled: dict[bool, list[Any]] = {False: [], True: []}
 
     def window(self, use: str, num_bytes: int, capturing: bool) -> Window:
         """Return the window of a use whose turn it is, with at least so many bytes.
@@ -66,27 +60,16 @@ class SharedMemory:
             pair = self._grown(use, layout.rounded_up(num_bytes), capturing)
         return pair.next(capturing)
 
-    def pulled(self, num_bytes: int, capturing: bool) -> int:
-        """Return the address of memory for pulled partial sums, which one sum after another uses.
-
-        Graphs have their own: a replay is ordered after the stream that it is launched on, not after the stream that
-            pulls.
-
-        Raises:
-            MemoryError: as for window.
-        """
-        there = self._pulled[capturing]
-        if not there or there[-1].size < num_bytes:
-            self._pull_more(layout.rounded_up(num_bytes), capturing)
-        return int(there[-1].ptr)
+    def bytes_of(self, use: str, num_bytes: int) -> dict[str, int]:
+        """Return the bytes of both windows of a use, given those of one."""
+        return {use: 2 * (header_bytes(self._world.size) + layout.rounded_up(num_bytes))}
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that are allocated, by use, and apart those that only graphs use."""
         held = {use: pair.total_bytes for use, pair in self._pairs.items()}
-        held |= {PULLED: sum(memory.size for memory in self._pulled[False]),
-                 "windows of graphs": sum(pair.total_bytes for pair in self._outgrown),
-                 "pulled sums of graphs": sum(memory.size for memory in self._pulled[True])}  # fmt: skip
-        return {use: size for use, size in held.items() if size}
+        if self._outgrown:
+            held["windows of graphs"] = sum(pair.total_bytes for pair in self._outgrown)
+        return held
 
     def close(self) -> None:
         """Free all memory, on all ranks, once this rank's GPU has done its work."""
@@ -94,8 +77,6 @@ class SharedMemory:
         self._free([window for pair in pairs for window in pair.windows])
         self._pairs.clear()
         self._outgrown.clear()
-        for memory in self._pulled.values():
-            memory.clear()
 
     def _grown(self, use: str, num_bytes: int, capturing: bool) -> _Pair:
         """Make both windows anew, so that a capture after this call finds the other one."""
@@ -130,26 +111,6 @@ class SharedMemory:
         elif outgrown is not None:
             self._free(outgrown.windows)
         return pair
-
-    def _pull_more(self, num_bytes: int, capturing: bool) -> None:
-        made: list[Any] = []
-
-        def make() -> None:
-            import cupy
-
-            with self._device:
-                made.append(allocated(lambda: cupy.cuda.Memory(num_bytes), num_bytes, not capturing))
-
-        try:
-            self._agreed(f"making {in_units(num_bytes)} for {PULLED}", make, _REMEDY)
-        except Exception:
-            made.clear()
-            raise
-        there = self._pulled[capturing]
-        if there and not capturing:
-            self._device.synchronize()  # until nothing is pulled into the old memory
-            there.clear()
-        there += made
 
     def _free(self, windows: list[Window]) -> None:
         """Unmap windows on every rank, when no GPU uses them any more, and then free them."""
@@ -190,37 +151,3 @@ class _Pair:
     @property
     def total_bytes(self) -> int:
         return sum(window.total_bytes for window in self.windows)
-
-
-def allocated(make: Callable[[], T], num_bytes: int, retry: bool = True) -> T:
-    """Return what `make` allocates on the GPU.
-
-    Args:
-        make: allocates.
-        num_bytes: how much that is, for the message.
-        retry: where memory is short, CuPy's pool frees its unused blocks, and `make` tries again.
-
-    Raises:
-        MemoryError: memory is short all the same.
-    """
-    import cupy
-
-    made = _or_none(make)
-    if made is None and retry:
-        cupy.get_default_memory_pool().free_all_blocks()
-        made = _or_none(make)
-    if made is None:
-        free = int(cupy.cuda.runtime.memGetInfo()[0])
-        raise MemoryError(f"found {in_units(free)} of GPU memory free, wanted {in_units(num_bytes)}")
-    return made
-
-
-def _or_none(make: Callable[[], T]) -> T | None:
-    import cupy
-
-    try:
-        return make()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        if error.status != _OUT_OF_MEMORY:
-            raise
-        return None

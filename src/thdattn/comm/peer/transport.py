@@ -14,22 +14,21 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thdattn.comm import Arrival, PeerExchange, no_wait
+from thdattn.comm.beside import layout
+from thdattn.comm.beside.blocks import PULLED
+from thdattn.comm.beside.layout import offsets, slots_of
+from thdattn.comm.beside.transport import Transport, Wait
 from thdattn.comm.failures.outcomes import Waiting, Watched, agreed
-from thdattn.comm.peer import layout
-from thdattn.comm.peer.layout import bytes_of, offsets, offsets_of, slots_of
-from thdattn.comm.peer.shared_memory import KEYS, PULLED, SLICES, SUMS, SharedMemory
+from thdattn.comm.peer.shared_memory import KEYS, SLICES, SUMS, SharedMemory
 from thdattn.comm.peer.windows import Window, header_bytes
 from thdattn.comm.slices import AllToAllSpec, Slices, address, copy, rows_of
 from thdattn.jit.structs import MAX_RANKS, MAX_SLICES, PARTIALS
-
-_HIGHEST = -5  # the highest priority of streams
 
 # One kernel exchanges slices that no kernel overlaps: it takes one call of the driver, and writes what has arrived to
 # its place while the rest is in flight. Copy engines exchange the others, which leaves all multiprocessors to the
@@ -37,13 +36,11 @@ _HIGHEST = -5  # the highest priority of streams
 WORTH_COPYING = 4 * 2**20
 _MOST_OF_A_KERNEL = 2**31  # bytes of a message: the kernel counts its words in 32 bits
 
-_FLOAT32 = np.dtype(np.float32)
 
-Wait = Callable[[], None]
+class PeerMemory(Transport):
+    """A rank's collectives beside kernels: its stream pulls from windows that all ranks see.
 
-
-class PeerMemory:
-    """A rank's collectives beside kernels: their shared memory, and a stream that pulls.
+    A flag tells that a part is written, but not by which call: so all ranks make these calls in one order.
 
     Args:
         world: the MPI communicator of all ranks, all on this machine.
@@ -55,10 +52,8 @@ class PeerMemory:
     """
 
     def __init__(self, world: Any, made_of: type[Window] = Window) -> None:
-        self._world, self.rank, self.size = world, world.rank, world.size
-        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another peer
+        super().__init__(world)
         self._summing: Any = None  # the window of the last owner_partials
-        self._watched: Watched = nullcontext
         agreed(world, "the start of peer memory", lambda: self._begin(made_of))
         try:
             self._probe()
@@ -66,18 +61,13 @@ class PeerMemory:
             self.close()
             raise
 
-    def _begin(self, made_of: type[Window]) -> None:
-        import cupy
-
-        self._cupy, self._runtime = cupy, cupy.cuda.runtime
-        # With a priority of its own, it shares no hardware queue with a stream that waits for it.
-        self._pulls = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
-        self._last = cupy.cuda.get_current_stream()
-        self._memory = SharedMemory(self._world, made_of)
+    def _begin(self, made_of: type[Window] = Window) -> None:
+        super()._begin()
+        self._runtime, self._memory = self._cupy.cuda.runtime, SharedMemory(self._world, made_of)
 
     def _probe(self) -> None:
         """Try every step once, as some machines refuse one. No stream waits before all ranks have come."""
-        stream, pulls = self._last, self._pulls
+        stream, pulls = self._last, self._stream
         window = self._memory.window(KEYS, header_bytes(self.size), False)
 
         def write() -> None:
@@ -95,41 +85,21 @@ class PeerMemory:
         agreed(self._world, "waiting for flags", take)
 
     def wait_within(self, waiting: Waiting, watched: Watched) -> None:
-        """Wait for other ranks, from now on, in contexts: `waiting` makes those of the host, see agreed.
-
-        Args:
-            watched: makes one in which a stream is given waits, from the stream.
-        """
-        self._memory.waiting, self._watched = waiting, watched
-
-    def enter(self) -> Any:
-        """Return the current stream, ordered after the stream of the previous call.
-
-        A flag tells that a part is written, but not by which call: all ranks make these calls in one order, on any
-            stream.
-        """
-        stream = self._cupy.cuda.get_current_stream()
-        if stream.ptr != self._last.ptr and not stream.is_capturing():
-            stream.wait_event(self._last.record())
-            self._last = stream
-        return stream
+        super().wait_within(waiting, watched)
+        self._memory.waiting = waiting
 
     def gather_heads(
-        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool, marks: tuple[int, int] = (0, 0)
+        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
     ) -> list[Arrival]:
-        """Gather as Comm.gather_heads does. At once, a kernel exchanges the first group, which no kernel overlaps.
-
-        Args:
-            marks: address and number for that kernel, see PeerExchange.
-        """
+        """Gather as Comm.gather_heads does. At once, a kernel exchanges the first group, which no kernel overlaps."""
         stream = self.enter()
         if at_once and len(recvs) == 1:
-            return [self._all_by_kernel(stream, self._route(sends, recvs), sends, marks)]
+            return [self._all_by_kernel(stream, self._route(sends, recvs), sends)]
         num_bytes = layout.total([send.nbytes for send in sends])
         window = self._memory.window(KEYS, num_bytes, stream.is_capturing())
         route = self._route(sends, recvs)  # asks for arrays, which may be made of the pool's last large block
         if at_once:
-            return self._first_by_kernel(stream, route, window, sends, recvs, marks)
+            return self._first_by_kernel(stream, route, window, sends, recvs)
         window.free(stream)
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
@@ -140,11 +110,11 @@ class PeerMemory:
         for group, parts in enumerate(places):
             self._pull(route, group, window, parts)
             if group == len(places) - 1:
-                window.take(self._pulls)
-            arrivals.append(Arrival([[place] for place in parts], self._arrival(stream)))
+                window.take(self._stream)
+            arrivals.append(self._arriving(parts, stream))
         return arrivals
 
-    def _all_by_kernel(self, stream: Any, route: _Route, sends: Sequence[Any], marks: tuple[int, int]) -> Arrival:
+    def _all_by_kernel(self, stream: Any, route: _Route, sends: Sequence[Any]) -> Arrival:
         """Let one kernel gather all heads: it writes them into the windows of the ranks that read them."""
         num_bytes = route.num_bytes
         window = self._memory.window(KEYS, (self.size - 1) * num_bytes, stream.is_capturing())
@@ -160,10 +130,10 @@ class PeerMemory:
             return route.in_place(window, sends, [(self.rank, slot(self.rank, rank)) for rank in range(self.size)]), to
 
         parts, to = window.memoize((route, "all"), made)
-        return Arrival(parts, peer_exchange=PeerExchange(window.exchange_flags[1], to, *marks))
+        return Arrival(parts, peer_exchange=PeerExchange(window.exchange_flags[1], to))
 
     def _first_by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
-                         recvs: Sequence[Sequence[Any]], marks: tuple[int, int]) -> list[Arrival]:
+                         recvs: Sequence[Sequence[Any]]) -> list[Arrival]:
         """Let a kernel send all heads and gather the first group.
 
         The other groups are pulled when all ranks have sent theirs.
@@ -174,7 +144,7 @@ class PeerMemory:
             return route.in_place(window, sends, [(rank, 0) for rank in range(self.size)]), to
 
         parts, to = window.memoize((route, "first"), made)
-        peer_exchange = PeerExchange(window.exchange_flags[0], to, *marks)
+        peer_exchange = PeerExchange(window.exchange_flags[0], to)
         places = [recvs[group] for group in range(1, len(recvs))]
         waits: list[Wait] = []  # made when the first group was read
 
@@ -196,10 +166,9 @@ class PeerMemory:
         """Copy a group of the other ranks' heads to its places."""
         for place, piece in zip(parts, route.groups[group], strict=True):
             for rank in self._others:
-                piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
+                piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._stream.ptr)
 
     def carries(self, sizes: Any) -> bool:
-        """Return True: an exchange of any sizes goes through peer memory."""
         return True
 
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
@@ -224,26 +193,19 @@ class PeerMemory:
         at = [window.address(peer, slot[self.rank]) for peer, slot in enumerate(slots)]
         for array, peer in sorted(recvs, key=lambda pair: (pair[1] - self.rank) % self.size):  # ranks begin apart
             place, rows, width, pitch = rows_of(array)
-            _copy_rows(self._runtime, (place, pitch), (at[peer], width), width, rows, self._pulls.ptr)
+            _copy_rows(self._runtime, (place, pitch), (at[peer], width), width, rows, self._stream.ptr)
             at[peer] += array.nbytes
-        window.take(self._pulls)
+        window.take(self._stream)
         return self._arrival(stream)
 
     def exchanges_by_kernel(self, spec: AllToAllSpec, at_once: bool) -> bool:
-        """Return whether all_to_all may be called for this; the same on all ranks."""
         fits = len(spec.outs) <= MAX_SLICES and 0 < spec.most < _MOST_OF_A_KERNEL
         return fits and (at_once or spec.most < WORTH_COPYING)
 
     def all_to_all(
         self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], marks: tuple[int, int] = (0, 0)
     ) -> Wait:
-        """Exchange slices as Comm.all_to_all does, by one kernel, on the current stream.
-
-        Messages are written to the windows of the ranks that get them.
-
-        Args:
-            marks: address and number for the kernel, see PeerExchange.
-        """
+        """Exchange slices by one kernel, which writes messages to the windows of the ranks that get them."""
         stream, slots = self.enter(), slots_of(spec.sizes.T)
         window = self._memory.window(SLICES, max([slot[-1] for slot in slots]), stream.is_capturing())
 
@@ -263,33 +225,26 @@ class PeerMemory:
         return _route((sends[0].shape[1] - sum(behind), *behind), tuple([(x.shape, x.dtype) for x in sends]))
 
     def drop_partials(self) -> None:
-        """Forget the last owner_partials, see Comm.drop_partials."""
         self._summing.unfree(self.enter())
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         """See Comm.gather_bytes. A single group is written to its readers' windows; several stay in the sender's."""
         num_parts = self.size - 1 if num_groups == 1 else 1
-        return {KEYS: self._both(layout.rounded_up(num_parts * layout.total(sends)))}
+        return self._memory.bytes_of(KEYS, num_parts * layout.total(sends))
 
     def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
         """See Comm.sum_bytes. The last group goes to its owners; partial sums of the other groups are pulled."""
-        most = max(map(sum, groups))
-        pulled = {PULLED: layout.rounded_up(most // self.size * (self.size - 1))} if len(groups) > 1 else {}
-        return {SUMS: self._both(layout.rounded_up(max(offsets(group)[-1] for group in groups))), **pulled}
+        pulled = max(map(sum, groups)) // self.size * (self.size - 1) if len(groups) > 1 else 0
+        return self._memory.bytes_of(SUMS, max(map(layout.total, groups))) | self._blocks.bytes_of({PULLED: pulled})
 
-    def exchange_bytes(self, sizes: Any, strided: int = 0) -> dict[str, int]:
+    def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
         """See Comm.exchange_bytes. A kernel writes messages to the windows of the ranks that get them."""
         by_kernel = sizes.sum(0).max() < WORTH_COPYING
         most = max(slot[-1] for slot in slots_of(sizes.T if by_kernel else sizes))
-        return {SLICES: self._both(layout.rounded_up(most))} if most else {}
+        return self._memory.bytes_of(SLICES, most) if most else {}
 
     def held_bytes(self) -> dict[str, int]:
-        """See Comm.held_bytes."""
-        return self._memory.held_bytes()
-
-    def _both(self, num_bytes: int) -> int:
-        """Return the bytes of the two windows of a use."""
-        return 2 * (header_bytes(self.size) + num_bytes)
+        return self._memory.held_bytes() | super().held_bytes()
 
     def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
@@ -300,33 +255,32 @@ class PeerMemory:
         sums go to their owners, who add them up in place. Else they stay, and owners pull them: stores into other GPUs'
         memory slow a kernel down, copy engines do not.
         """
-        (*begins, _), (*_, most) = (offsets_of(tuple((self.size * rows, *rest) for rows, *rest in each), _FLOAT32)
-                                    for each in (shapes, largest))
+        sizes, begins, _ = layout.partials(tuple(shapes), self.size)
+        each, _, most = layout.partials(tuple(largest), self.size)
         stream = self.enter()
         capturing = stream.is_capturing()
         if not at_once:
-            room = sum(bytes_of(tuple(largest), _FLOAT32)) * len(self._others)
-            self._place = self._memory.pulled(room, capturing)
+            self._place = self._blocks.next(PULLED, len(self._others) * sum(each), capturing).address
         window = self._summing = self._memory.window(SUMS, most, capturing)
         window.free(stream)
-        self._sizes = bytes_of(tuple(shapes), _FLOAT32)
-        given, self._gotten = window.owner_partials(tuple(begins), self._sizes, at_once)
+        self._sizes = sizes
+        given, self._gotten = window.owner_partials(begins, sizes, at_once)
         return given
 
     def reduce_partials(
         self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
     ) -> Wait:
-        """Add partial sums as Comm.reduce_partials does, always in rank order."""
+        """Add partial sums, always in rank order."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
         if at_once:
             window.meet(stream)
-            self._add(self._gotten, results, rows, stream)
+            self._add(self._gotten, self.size, rows, results, stream)
             window.take(stream)
             return no_wait
         window.publish(stream)
         self._arrive(window, stream)
-        self._add(self._pulled(), results, rows, self._pulls)
-        window.take(self._pulls)
+        self._add(self._pulled(), self.size, rows, results, self._stream)
+        window.take(self._stream)
         return self._arrival(stream)
 
     def _pulled(self) -> Any:
@@ -335,46 +289,15 @@ class PeerMemory:
         partials["of"] = self._gotten["of"]
         for rank in self._others:
             for place, size in zip(partials["of"], self._sizes, strict=True):
-                self._copy(at, int(place[rank]), size, self._pulls)
+                self._copy(at, int(place[rank]), size, self._stream)
                 place[rank] = at
                 at += size
         return partials[()]
 
-    def _add(self, partials: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
-        from thdattn.comm.peer.reduce import add_up  # imports CuPy
-
-        add_up(partials, self.size, rows, results, stream)
-
     def close(self) -> None:
-        """Free all memory that ranks share; all ranks call it, when no graph holds a window any more."""
         self._summing = None
         self._memory.close()
-
-    def _arrival(self, stream: Any) -> Wait:
-        """Return a function that makes the current stream, and the one that asked, wait for all pulls so far.
-
-        CuPy gives the memory that the pulls write to later work of the asking stream, once nobody holds it.
-        """
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(self._pulls)
-
-        def wait() -> None:
-            current = self._cupy.cuda.get_current_stream()
-            current.wait_event(event)
-            if current.ptr != stream.ptr:
-                stream.wait_event(event)
-
-        return wait
-
-    def _behind(self, stream: Any) -> Wait:
-        """Return a function that makes the current stream wait for another one."""
-
-        def wait() -> None:
-            current = self._cupy.cuda.get_current_stream()
-            if current.ptr != stream.ptr:
-                current.wait_event(stream.record())
-
-        return wait
+        self._blocks.close()
 
     def _arrive(self, window: Window, stream: Any) -> None:
         """Make the stream that pulls wait for another one, and then for the other ranks.
@@ -383,14 +306,18 @@ class PeerMemory:
         makes a watched stream wait for the pulls.
         """
         self._follow(stream)
-        with self._watched(self._pulls):
-            window.arrive(self._pulls)
+        with self._watched(self._stream):
+            window.arrive(self._stream)
 
-    def _follow(self, stream: Any) -> None:
-        """Make the stream that pulls wait for another one."""
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-        self._pulls.wait_event(event)
+    def _behind(self, stream: Any) -> Wait:
+        """Return a function that makes the current stream wait for another one."""
+
+        def wait() -> None:
+            current = self._cupy.cuda.get_current_stream()
+            if current.ptr != stream.ptr:
+                current.wait_event(self._recorded(stream))
+
+        return wait
 
     def _copy(self, target: int, source: int, num_bytes: int, stream: Any) -> None:
         if num_bytes:

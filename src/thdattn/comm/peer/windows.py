@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.comm.peer.layout import ALIGNMENT
+from thdattn.comm.beside.layout import ALIGNMENT
 from thdattn.jit.structs import MAX_RANKS, PARTIALS, PEER_EXCHANGE, RANK_FLAGS
 
 Ops = Callable[[Any], None]
@@ -122,7 +122,7 @@ class Window:
 
     @functools.cached_property
     def exchange_flags(self) -> tuple[Any, Any]:
-        """Two MEETINGs for a kernel: the first leaves `take` to the stream, the second includes it."""
+        """Two PEER_EXCHANGEs for a kernel: the first leaves `take` to the stream, the second includes it."""
         counts = self._memory.ptr + flags_of(len(self._at))
         theirs = [*self.flags_there(), *[0] * (MAX_RANKS - len(self._at))]
         flags = theirs, self._memory.ptr, counts, self._rank, len(self._at)

@@ -1,1 +1,1 @@
-"""Side collectives: NCCL on a stream of its own, which kernels overlap where ranks have no peer memory."""
+"""Side collectives: NCCL on a stream of its own, where ranks have no peer memory."""

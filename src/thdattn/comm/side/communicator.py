@@ -12,7 +12,8 @@ import functools
 import os
 from typing import Any
 
-from thdattn.comm.failures.outcomes import attempt, results
+from thdattn.comm.failures.outcomes import attempt
+from thdattn.comm.nccl import start as start_on_all
 
 _MAGIC, _VERSION, _UNSET = 0xCAFEBEEF, 21700, -(2**31)  # NCCL_API_MAGIC, 2.17.0, NCCL_CONFIG_UNDEF_INT
 
@@ -111,21 +112,14 @@ def start(world: Any, nccl: Any, ctas: int) -> Any:
     Raises:
         RuntimeError: on every rank, if one cannot start it.
     """
+    failure = "NCCL's second communicator did not start"
     able, _ = attempt(library)
     if all(world.allgather(able)):
         try:
-            return _start(world, nccl, lambda name: FewBlocks(world.size, name, world.rank, ctas))
+            return start_on_all(world, nccl, failure, lambda size, name, rank: FewBlocks(size, name, rank, ctas))
         except RuntimeError:  # on all ranks alike
             pass
-    return _start(world, nccl, lambda name: nccl.NcclCommunicator(world.size, name, world.rank))
-
-
-def _start(world: Any, nccl: Any, make: Any) -> Any:
-    made = world.bcast(attempt(nccl.get_unique_id) if world.rank == 0 else None, root=0)
-    (unique_id,) = results("NCCL made no unique id", [made])
-    ok, communicator = attempt(lambda: make(unique_id))
-    results("NCCL's second communicator did not start", world.allgather((ok, None if ok else communicator)))
-    return communicator
+    return start_on_all(world, nccl, failure, nccl.NcclCommunicator)
 
 
 def _pointers(*addresses: int) -> list[Any]:

@@ -1,35 +1,31 @@
 """Side collectives: NCCL carries one group of heads while kernels compute another one.
 
-A second communicator with few thread blocks works on a stream of its own. All ranks enqueue the same collectives in the
-same order, and events order that stream with the streams of kernels, in captured graphs as well. A collective that no
-kernel overlaps takes the first communicator, which may use all multiprocessors, on the current stream. It comes after
-all side collectives, so that one collective of the attention runs at a time.
+A second communicator with few thread blocks works on a stream of its own, which events order with the streams of
+kernels. A collective that no kernel overlaps takes the first communicator, which may use all multiprocessors, on the
+current stream. It comes after all side collectives, so that one collective of the attention runs at a time.
 
 Keys are gathered in place. A backward kernel writes partial sums in rank order into memory that NCCL sends from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thdattn.comm import Arrival, no_wait
-from thdattn.comm.failures.outcomes import Waiting, Watched, agreed
-from thdattn.comm.peer.layout import bytes_of, offsets, rounded_up
+from thdattn.comm.beside import layout
+from thdattn.comm.beside.blocks import RECEIVED, SENT, SLICES, SUMS, Block
+from thdattn.comm.beside.transport import Transport, Wait
+from thdattn.comm.failures.outcomes import agreed
 from thdattn.comm.side import communicator
-from thdattn.comm.side.memory import RECEIVED, SENT, SLICES, SUMS, Block, Blocks
 from thdattn.comm.slices import Slices, address, copy
 from thdattn.jit.structs import MAX_RANKS, PARTIALS
 
 CTAS = 4  # thread blocks of a side collective: more of them slow the kernels beside it
 WORTH_OVERLAPPING = 2**20  # bytes that a rank receives; fewer arrive before a side collective would have started
-_HIGHEST = -5  # the highest priority of streams: a collective starts before blocks of kernels that wait for their turn
-_FLOAT32 = np.dtype(np.float32)
-
-Wait = Callable[[], None]
 
 
 class _Partials(NamedTuple):
@@ -40,13 +36,13 @@ class _Partials(NamedTuple):
     """
 
     block: Block
-    begins: list[int]
+    begins: tuple[int, ...]
     sizes: tuple[int, ...]
     num_received: int
 
 
-class SideNccl:
-    """A rank's collectives beside kernels, with the methods of PeerMemory that its comm calls.
+class SideNccl(Transport):
+    """A rank's collectives beside kernels, by NCCL.
 
     Args:
         world: the MPI communicator of all ranks.
@@ -59,38 +55,15 @@ class SideNccl:
     """
 
     def __init__(self, world: Any, nccl: Any, main: Any, ctas: int = CTAS) -> None:
+        super().__init__(world)
         self._nccl, self._main = nccl, main
-        self.rank, self.size = world.rank, world.size
-        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another one
         self._summing: _Partials | None = None  # of the last owner_partials
-        self._watched: Watched = nullcontext
-        agreed(world, "the start of a stream for collectives", lambda: self._begin(world))
+        agreed(world, "the start of a stream for collectives", self._begin)
         self._side = communicator.start(world, nccl, ctas)
 
-    def _begin(self, world: Any) -> None:
-        import cupy
-
-        self._cupy = cupy
-        self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
-        self._last = cupy.cuda.get_current_stream()
-        self._memory = Blocks(world)
-
-    def wait_within(self, waiting: Waiting, watched: Watched) -> None:
-        """Wait for other ranks, from now on, in contexts; see PeerMemory.wait_within."""
-        self._memory.waiting, self._watched = waiting, watched
-
-    def enter(self) -> Any:
-        """Return the current stream, ordered after the stream of the previous call."""
-        stream = self._cupy.cuda.get_current_stream()
-        if stream.is_capturing():
-            if not self._stream.is_capturing():  # a new capture
-                self._memory.forget_events()
-        elif stream.ptr != self._last.ptr:
-            stream.wait_event(self._recorded(self._last))
-            self._last = stream
-        return stream
-
-    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool) -> list[Arrival]:
+    def gather_heads(
+        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+    ) -> list[Arrival]:
         """Gather as Comm.gather_heads does. At once, the first group comes on the current stream."""
         stream, places = self.enter(), list(recvs)  # this stream may still use their memory
         first = 0
@@ -108,7 +81,7 @@ class SideNccl:
             self._follow(stream)
         for parts in places[num_now:]:
             self._gather(self._side, parts, self._stream)
-            arrivals.append(Arrival([[place] for place in parts], self._arrival(stream)))
+            arrivals.append(self._arriving(parts, stream))
         return arrivals
 
     def _put_own(self, sends: Sequence[Any], parts: Sequence[Any], first: int) -> None:
@@ -127,7 +100,6 @@ class SideNccl:
                     comm.allGather(begin + self.rank * count, begin, count, self._nccl.NCCL_UINT8, stream.ptr)
 
     def carries(self, sizes: Any) -> bool:
-        """Return whether an exchange of these sizes goes beside kernels; the same on all ranks."""
         return bool(sizes.sum(axis=0).max() >= WORTH_OVERLAPPING)
 
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
@@ -172,27 +144,24 @@ class SideNccl:
                 at += array.nbytes
         return block, places
 
-    def exchanges_by_kernel(self, spec: Any, at_once: bool) -> bool:
-        """Return False: no kernel of this package sends slices over NCCL."""
-        return False
-
     def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
         """Return the addresses that Comm.owner_partials describes: one for all owners, in rank order."""
-        sizes, most = (bytes_of(tuple(each), _FLOAT32) for each in (shapes, largest))
-        block = self._next(SUMS, offsets([self.size * size for size in most])[-1], self.enter())
-        begins = [block.address + begin for begin in offsets([self.size * size for size in sizes])[:-1]]
-        self._summing = _Partials(block, begins, sizes, len(self._others) * sum(most))
+        sizes, begins, _ = layout.partials(tuple(shapes), self.size)
+        each, _, most = layout.partials(tuple(largest), self.size)
+        block = self._next(SUMS, most, self.enter())
+        begins = tuple(block.address + begin for begin in begins)
+        self._summing = _Partials(block, begins, sizes, len(self._others) * sum(each))
         return _addresses(begins)
 
     def drop_partials(self) -> None:
-        """Forget the last owner_partials, see Comm.drop_partials."""
         assert self._summing is not None
         self._summing.block.last = self._recorded(self.enter())
 
-    def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool) -> Wait:
-        """Add partial sums as Comm.reduce_partials does."""
+    def reduce_partials(
+        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
+    ) -> Wait:
         current, summing = self.enter(), self._summing
         assert summing is not None
         if at_once:
@@ -209,11 +178,6 @@ class SideNccl:
             self._add(self._reduced(comm, summing, stream), 1, rows, results, stream)
         summing.block.last = self._recorded(stream)
         return no_wait if at_once else self._arrival(current)
-
-    def _add(self, partials: Any, num_partials: int, rows: Any, results: Sequence[Any], stream: Any) -> None:
-        from thdattn.comm.peer.reduce import add_up  # imports CuPy
-
-        add_up(partials, num_partials, rows, results, stream)
 
     def _adds_in_rank_order(self, wanted: bool) -> bool:
         """Return whether ranks exchange partial sums and each adds its own; else NCCL adds them, in its own order."""
@@ -241,39 +205,29 @@ class SideNccl:
         with self._together(stream):
             for begin, place, size in zip(summing.begins, places, summing.sizes, strict=True):
                 if size:
-                    comm.reduceScatter(begin, place, size // _FLOAT32.itemsize, float32, add, stream.ptr)
+                    comm.reduceScatter(begin, place, size // 4, float32, add, stream.ptr)
         return _addresses(places)
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
-        """See Comm.gather_bytes: keys are gathered in place."""
-        return {}
+        return {}  # keys are gathered in place
 
-    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
-        """See Comm.sum_bytes."""
-        sums = {SUMS: 2 * rounded_up(max(offsets(group)[-1] for group in groups))}
-        if self._adds_in_rank_order(in_rank_order):
-            sums[RECEIVED] = rounded_up(max(map(sum, groups)) // self.size * (self.size - 1))
-        return sums
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
+        in_order, share = self._adds_in_rank_order(in_rank_order), max(map(sum, groups)) // self.size
+        received = share * (self.size - 1) if in_order else 0
+        return self._blocks.bytes_of({SUMS: max(map(layout.total, groups)), RECEIVED: received})
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
-        """See Comm.exchange_bytes, for sizes that this carries."""
-        received = {SLICES: rounded_up(strided)} if strided else {}
-        return {SENT: 2 * rounded_up(int(sizes.sum(axis=1).max())), **received}
-
-    def held_bytes(self) -> dict[str, int]:
-        """See Comm.held_bytes."""
-        return self._memory.held_bytes()
+        return self._blocks.bytes_of({SENT: int(sizes.sum(axis=1).max()), SLICES: strided})
 
     def close(self) -> None:
-        """Destroy the communicator and free the memory; all ranks call it, when no graph holds a collective."""
         self._stream.synchronize()
         self._side.destroy()
         self._summing = None
-        self._memory.close()
+        self._blocks.close()
 
     def _next(self, use: str, num_bytes: int, stream: Any) -> Block:
         """Return the block of a use whose turn it is, when the stream may write it."""
-        block = self._memory.next(use, num_bytes, stream.is_capturing())
+        block = self._blocks.next(use, num_bytes, stream.is_capturing())
         if block.last is not None:
             stream.wait_event(block.last)
         return block
@@ -300,31 +254,6 @@ class SideNccl:
         """Make a stream wait for all side collectives so far; later ones follow it."""
         self._follow(stream)
         stream.wait_event(self._recorded(self._stream))
-
-    def _follow(self, stream: Any) -> None:
-        """Make the stream of side collectives wait for another one, which brings it into a capture of that."""
-        self._stream.wait_event(self._recorded(stream))
-
-    def _arrival(self, stream: Any) -> Wait:
-        """Return a function that makes the current stream, and the one that asked, wait for all collectives so far.
-
-        CuPy gives the memory that collectives write to later work of the asking stream, once nobody holds it.
-        """
-        event = self._recorded(self._stream)
-
-        def wait() -> None:
-            current = self._cupy.cuda.get_current_stream()
-            current.wait_event(event)
-            if current.ptr != stream.ptr:
-                stream.wait_event(event)
-
-        return wait
-
-    def _recorded(self, stream: Any) -> Any:
-        """Return an event of a stream as far as it is enqueued."""
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-        return event
 
 
 def _addresses(begins: Sequence[int]) -> Any:

@@ -1,6 +1,7 @@
-"""The flags of peer memory, and the lives of buffers: whichever streams and ranks are late, all read the right rows.
+"""The order of streams beside kernels: whichever streams and ranks are late, all read the right rows.
 
-So say the random programs of peer_programs.py, which show what is wrong where a step of the protocol is left out.
+So say the random programs of peer_programs.py, through peer memory and NCCL. They show what is wrong where a step of
+the protocol, or an order of streams, is left out.
 """
 
 from __future__ import annotations
@@ -17,21 +18,34 @@ from fake_gpus import Stream
 from peer_programs import Pack, Program, machine_of, results
 
 from thdattn.comm import no_wait
+from thdattn.comm.beside.blocks import Blocks
+from thdattn.comm.beside.transport import Transport
 from thdattn.comm.peer import transport, windows
+from thdattn.comm.peer.transport import PeerMemory
+from thdattn.comm.side.transport import SideNccl
 from thdattn.methods import all_gather
 
-SEEDS = 48  # each fault below is seen by many of so few, but for the last of BROKEN
+SEEDS = 48  # most of the faults below are seen by many of so few
+PEER, NCCL = False, True
 
 
-@pytest.mark.parametrize(("size", "num_seeds"), [
-    (2, SEEDS // 2), (3, SEEDS // 4), (4, SEEDS // 8), pytest.param(3, 4 * SEEDS, marks=pytest.mark.exhaustive)])
-def test_every_call_reads_the_rows_of_its_own(size, num_seeds):
-    found = [results(size, seed) for seed in range(num_seeds)]
-    assert sum(checked for checked, _ in found) > 16 * size * len(found)
+@pytest.mark.parametrize(("by_nccl", "size", "num_seeds"), [
+    (PEER, 2, 24), (PEER, 3, 12), (PEER, 4, 6), pytest.param(PEER, 3, 192, marks=pytest.mark.exhaustive),
+    (NCCL, 2, 32), (NCCL, 3, 16), (NCCL, 4, 8),
+])  # fmt: skip
+def test_every_call_reads_the_rows_of_its_own(by_nccl, size, num_seeds):
+    found = [results(size, seed, by_nccl=by_nccl) for seed in range(num_seeds)]
+    assert sum(checked for checked, _ in found) > (10 if by_nccl else 16) * size * len(found)
     assert [seed for seed, (_, wrong) in enumerate(found) if wrong] == []
 
 
-# --- what the test sees if a step is left out --------------------------------------------------------------------
+def test_sums_of_nccl_are_those_in_rank_order():
+    """Inputs are integers, whose sums do not depend on the order."""
+    with mock.patch.object(SideNccl, "_adds_in_rank_order", lambda side, wanted: False):
+        assert not any(results(3, seed, by_nccl=True)[1] for seed in range(16))
+
+
+# --- what the tests see if a step is left out -------------------------------------------------------------------
 
 
 def nothing(*args):
@@ -75,15 +89,25 @@ def unless(flag, of_others=(True, False)):
     return fake_exchange, "await_flag", await_flag
 
 
-def current_stream(memory):
+def current_stream(transport):
     """It comes after nothing."""
-    return memory._cupy.cuda.get_current_stream()
+    return transport._cupy.cuda.get_current_stream()
 
 
-def arrival_for_the_current_stream(memory, stream):
+def arrival_for_the_current_stream(transport, stream):
     """The stream that asked does not wait where another one is current."""
-    event = memory._pulls.record()
-    return lambda: memory._cupy.cuda.get_current_stream().wait_event(event)
+    event = transport._recorded(transport._stream)
+    return lambda: current_stream(transport).wait_event(event)
+
+
+def next_at_once(side, use, num_bytes, stream):
+    """The block is written while a collective may still read it."""
+    return side._blocks.next(use, num_bytes, stream.is_capturing())
+
+
+def blocks_of_graphs(blocks, use, num_bytes, capturing):
+    """Eager calls use the blocks of graphs."""
+    return next_block(blocks, use, num_bytes, True)
 
 
 def sums_beside_replays(program, draw):
@@ -114,6 +138,27 @@ def drops_on_another_stream(program, draw):
         pack.forward(draw)
 
 
+def sums_of_three_layers(program, draw):
+    pack = Pack(program, program.machine.stream, 5)
+    for _ in range(6):
+        layers = [start_backward(pack) for _ in range(3)]
+        for layer in layers:
+            layer.check(layer.dk_dv())
+
+
+def drops_at_work(program, draw):
+    """Plans whose keys and sums nobody asks for, on a stream that others follow."""
+    stream, other = program.machine.stream, Stream(program.machine)
+    for _ in range(6):
+        pack = Pack(program, stream, 5)
+        pack.gather(draw)
+        layer = start_backward(pack)
+        program.machine.stream = other
+        del layer, pack
+        program.machine.stream = stream
+        Pack(program, stream, 5).forward(draw)
+
+
 def exchanges(program, draw):
     packs = [Pack(program, stream, 2) for stream in (program.machine.stream, Stream(program.machine))]
     packs[0].capture(draw)
@@ -135,25 +180,38 @@ def all_turns(turns, captured, at_once):
     return next_turn(turns, captured, True)
 
 
-next_turn = all_gather._Turns.next
-PROGRAMS = Program.enqueue, sums_beside_replays, gathers_beside_replays, drops_on_another_stream, exchanges
-BROKEN = {
+next_turn, next_block = all_gather._Turns.next, Blocks.next
+PROGRAMS = {
+    PEER: (Program.enqueue, sums_beside_replays, gathers_beside_replays, drops_on_another_stream, exchanges),
+    NCCL: (Program.enqueue, sums_of_three_layers, drops_at_work),
+}
+OF_BOTH = {
+    "reads or sends before rows are written": (Transport, "_follow", nothing),
+    "reads before rows arrive": (Transport, "_arrival", lambda transport, stream: nothing),
+    "calls of two streams in any order": (Transport, "enter", current_stream),
+    "drops what is on its way on another stream": (Transport, "_arrival", arrival_for_the_current_stream),
+    "drops sums that are on their way": (all_gather.PendingGrads, "__del__", nothing),
+    "gathers for later into the buffers of a graph": (all_gather._Turns, "next", all_turns),
+}
+OF_WINDOWS = {
     "writes before the last part was taken": without("free"),
     "reads before it arrives": without("arrive"),
     "says that it has taken what it has yet to take": take_as_soon_as_it_arrives(),
     "never says that it has taken it": without("take"),
-    "pulls before the part is written": (transport.PeerMemory, "_follow", nothing),
-    "reads before it is pulled": (transport.PeerMemory, "_arrival", lambda memory, stream: nothing),
-    "calls of two streams in any order": (transport.PeerMemory, "enter", current_stream),
-    "drops what is on its way on another stream": (transport.PeerMemory, "_arrival", arrival_for_the_current_stream),
-    "drops what is on its way": (all_gather.GatheredKV, "__del__", nothing),
-    "drops sums that are on their way": (all_gather.PendingGrads, "__del__", nothing),
-    "gathers for later into the buffers of a graph": (all_gather._Turns, "next", all_turns),
-    "keeps what it has nothing to show in": (transport.PeerMemory, "drop_partials", nothing),
 }
-
-OF_EXCHANGES = {name: BROKEN[name] for name in list(BROKEN)[:7]} | {
-    "reads elsewhere before the kernel is done": (transport.PeerMemory, "_behind", lambda memory, stream: nothing),
+FAULTS = {
+    PEER: OF_BOTH | OF_WINDOWS | {
+        "drops what is on its way": (all_gather.GatheredKV, "__del__", nothing),
+        "keeps what it has nothing to show in": (PeerMemory, "drop_partials", nothing),
+    },
+    NCCL: OF_BOTH | {
+        "writes what a collective still reads": (SideNccl, "_next", next_at_once),
+        "has one set of blocks for graphs and calls": (Blocks, "next", blocks_of_graphs),
+        "waits for the collective of another capture": (Blocks, "forget_events", nothing),
+    },
+}  # fmt: skip
+OF_EXCHANGES = OF_WINDOWS | {name: OF_BOTH[name] for name in list(OF_BOTH)[:3]} | {
+    "reads elsewhere before the kernel is done": (PeerMemory, "_behind", lambda memory, stream: nothing),
     "a kernel that writes before the last part was taken": unless("taken"),
     "a kernel that writes what its own rank has yet to read there": unless("taken", of_others=(False,)),
     "a kernel that writes what others have yet to read": unless("taken", of_others=(True,)),
@@ -161,26 +219,26 @@ OF_EXCHANGES = {name: BROKEN[name] for name in list(BROKEN)[:7]} | {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS[1:])
-def test_what_hurts_those_is_right(program):
-    assert not any(results(2, seed, program)[1] for seed in range(SEEDS // 4))
+@pytest.mark.parametrize(("by_nccl", "program"), [(kind, each) for kind in PROGRAMS for each in PROGRAMS[kind][1:]])
+def test_what_hurts_those_is_right(by_nccl, program):
+    assert not any(results(2, seed, program, by_nccl)[1] for seed in range(32 if by_nccl else 12))
 
 
-def shows(size, programs):
+def shows(size, programs, by_nccl=False):
     """Whether one of many seeds shows what is wrong."""
     for seed in range(8 * SEEDS):
         try:
-            if results(size, seed, programs[seed % len(programs)])[1]:
+            if results(size, seed, programs[seed % len(programs)], by_nccl)[1]:
                 return True
         except AssertionError:  # streams wait for ever, or flags are not as they were
             return True
     return False
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_protocol_with_a_step_left_out_is_found(fault):
-    with mock.patch.object(*BROKEN[fault]):
-        assert shows(2, PROGRAMS)
+@pytest.mark.parametrize(("by_nccl", "fault"), [(kind, fault) for kind in FAULTS for fault in FAULTS[kind]])
+def test_a_step_or_an_order_that_is_left_out_is_found(by_nccl, fault):
+    with mock.patch.object(*FAULTS[by_nccl][fault]):
+        assert shows(2, PROGRAMS[by_nccl], by_nccl)
 
 
 @pytest.mark.parametrize("fault", OF_EXCHANGES)

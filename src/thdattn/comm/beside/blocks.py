@@ -1,21 +1,24 @@
-"""Memory of side collectives: blocks for each use, which outlive the collectives and graphs that use them.
+"""Memory of collectives beside kernels: blocks for each use, which outlive the collectives and graphs that use them.
 
 An allocation may fail on one rank alone, so all ranks agree on its outcome: all go on, or all raise the same error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
+from thdattn.comm.beside import layout
 from thdattn.comm.failures.outcomes import Waiting, agreed
-from thdattn.comm.peer import layout
-from thdattn.comm.peer.shared_memory import allocated
 from thdattn.plan.memory import in_units
 
+T = TypeVar("T")
+
 SENT, SLICES = "slices to send", "copies of slices"
-SUMS, RECEIVED = "partial sums by rank", "received partial sums"
-_TURNS = {SENT: 2, SUMS: 2, SLICES: 1, RECEIVED: 1}  # collectives alone write what they receive, one after another
+SUMS, RECEIVED, PULLED = "partial sums by rank", "received partial sums", "pulled sums"
+_TURNS = {SENT: 2, SUMS: 2, SLICES: 1, RECEIVED: 1, PULLED: 1}  # collectives alone write the latter, one after another
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _REMEDY = "pass fewer tokens, spread them over more ranks, or make CPAttention with more head_groups"
 
 
@@ -53,7 +56,7 @@ class Blocks:
         self.waiting: Waiting = nullcontext
         self._world, self._device = world, cupy.cuda.Device()
         self._blocks: dict[tuple[str, bool], list[Block | None]] = {}
-        self._outgrown: list[Block] = []
+        self._outgrown: list[tuple[str, Block]] = []
 
     def next(self, use: str, num_bytes: int, capturing: bool) -> Block:
         """Return the block of a use whose turn it is, with at least so many bytes.
@@ -65,15 +68,16 @@ class Blocks:
             MemoryError: a larger block is needed and memory is short, on this rank alone or on one, when all raise.
         """
         turns = self._blocks.setdefault((use, capturing), [None] * _TURNS[use])
-        block = turns[0]
-        if block is None or block.num_bytes < num_bytes:
+        if turns[0] is None or turns[0].num_bytes < num_bytes:  # in no variable, which a traceback would hold
             made = self._made(use, layout.rounded_up(num_bytes), capturing)
-            if block is not None and capturing:
-                self._outgrown.append(block)
-            elif block is not None:
+            if turns[0] is not None and capturing:
+                self._outgrown.append((use, turns[0]))
+            elif turns[0] is not None:
                 self._device.synchronize()  # until no collective uses it
-            block = turns[0] = made
-        turns.append(turns.pop(0))
+            turns[0] = made
+        block = turns.pop(0)
+        assert block is not None
+        turns.append(block)
         return block
 
     def forget_events(self) -> None:
@@ -83,19 +87,24 @@ class Blocks:
                 if block is not None:
                     block.last = None
 
+    def bytes_of(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Return the bytes of all blocks of each use, given those of one; uses without bytes have no blocks."""
+        return {use: _TURNS[use] * layout.rounded_up(size) for use, size in sizes.items() if size}
+
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that are allocated, by use, and apart those that only graphs use."""
+        blocks = [(f"{use} of graphs" if captured else use, block)
+                  for (use, captured), turns in self._blocks.items() for block in turns if block is not None]
         held: dict[str, int] = {}
-        for (use, captured), turns in self._blocks.items():
-            name = f"{use}, of graphs" if captured else use
-            held[name] = held.get(name, 0) + sum(block.num_bytes for block in turns if block is not None)
-        if self._outgrown:
-            held["blocks that graphs have outgrown"] = sum(block.num_bytes for block in self._outgrown)
+        for name, block in [*blocks, *((f"{use} of graphs", block) for use, block in self._outgrown)]:
+            held[name] = held.get(name, 0) + block.num_bytes
         return held
 
     def close(self) -> None:
         """Free all memory, once this rank's GPU has done its work."""
         self._device.synchronize()
+        for turns in self._blocks.values():
+            turns.clear()  # as an error's traceback may hold the list
         self._blocks.clear()
         self._outgrown.clear()
 
@@ -109,5 +118,43 @@ class Blocks:
         if use == SLICES:
             make()
             return made[0]
-        agreed(self._world, f"making {in_units(num_bytes)} for {use}", make, _REMEDY, self.waiting)
+        try:
+            agreed(self._world, f"making {in_units(num_bytes)} for {use}", make, _REMEDY, self.waiting)
+        except Exception:
+            made.clear()  # which the error's traceback holds
+            raise
         return made[0]
+
+
+def allocated(make: Callable[[], T], num_bytes: int, retry: bool = True) -> T:
+    """Return what `make` allocates on the GPU.
+
+    Args:
+        make: allocates.
+        num_bytes: how much that is, for the message.
+        retry: where memory is short, CuPy's pool frees its unused blocks, and `make` tries again.
+
+    Raises:
+        MemoryError: memory is short all the same.
+    """
+    import cupy
+
+    made = _or_none(make)
+    if made is None and retry:
+        cupy.get_default_memory_pool().free_all_blocks()
+        made = _or_none(make)
+    if made is None:
+        free = int(cupy.cuda.runtime.memGetInfo()[0])
+        raise MemoryError(f"found {in_units(free)} of GPU memory free, wanted {in_units(num_bytes)}")
+    return made
+
+
+def _or_none(make: Callable[[], T]) -> T | None:
+    import cupy
+
+    try:
+        return make()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if error.status != _OUT_OF_MEMORY:
+            raise
+        return None

@@ -24,15 +24,18 @@ def total(sizes: Sequence[int]) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> list[int]:
-    """Return the offsets of arrays of these shapes."""
-    return offsets(bytes_of(shapes, dtype))
+def partials(shapes: tuple[tuple[int, ...], ...], num_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Lay out float32 partial sums of arrays, one owner's rows behind another's.
 
+    Args:
+        shapes: of one owner's rows of each array.
 
-@functools.lru_cache(maxsize=64)
-def bytes_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
-    """Return the bytes of arrays of these shapes."""
-    return tuple(math.prod(shape) * dtype.itemsize for shape in shapes)
+    Returns:
+        The bytes of one owner's rows of each array, where each array begins, and where the last one ends.
+    """
+    sizes = tuple(4 * math.prod(shape) for shape in shapes)
+    *begins, end = offsets([num_ranks * size for size in sizes])
+    return sizes, tuple(begins), end
 
 
 def rounded_up(num_bytes: int) -> int:

@@ -1,0 +1,1 @@
+"""Collectives beside kernels: what transports through peer memory and through NCCL share."""
