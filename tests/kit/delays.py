@@ -30,6 +30,7 @@ extern "C" __global__ void spin(long long cycles) {
 """
 LONGEST = 500_000  # clock cycles: some 300 us
 ENGINE = "attn_fwd", "attn_bwd", "to_sequence_order", "to_rank_order", "pack_rows", "add_partials"
+GATHERED = "all_gather", None  # cp_comm_type and sharding
 # Those that nothing is gathered for: cp_comm_type, sharding, groups of heads.
 METHODS = (("a2a", "contiguous", 1), ("a2a", "contiguous", 2), ("a2a", "dual_chunk", 2), ("all_gather", "balanced", 1),
            ("p2p", "dual_chunk", 1))  # fmt: skip
@@ -159,36 +160,15 @@ def same(found: list[Any], wanted: list[list[bytes]], what: str) -> None:
 
 
 def check(
-    cupy: Any, comm: thdattn.comm.Comm, head_groups: int | None, keep_keys: bool, seeds: range = range(2)
-) -> None:
-    """Everything, with a non-blocking stream current."""
-    layer = attention(comm, head_groups=head_groups, keep_keys=keep_keys)
-    batches = [PackedBatch.from_lengths(lengths, 2 * comm.size) for lengths in PACKS]
-    inputs, wanted = [], []
-    for batch in batches:
-        plan = layer.plan(batch)
-        inputs.append([inputs_of(cupy, layer, plan, seed) for seed in range(NUM_LAYERS)])
-        wanted.append(one_by_one(layer, plan, inputs[-1]))
-    del plan
-    for seed in seeds:
-        with late(cupy, 100 * seed + comm.rank):
-            plan = layer.plan(batches[0])
-            same(in_flight(layer, plan, inputs[0]), wanted[0], "layers in flight")
-            plans_that_are_dropped_at_work(cupy, layer, batches, inputs, wanted)
-            errors_on_the_way(cupy, layer, batches, None, inputs, wanted, seed)
-    with late(cupy, comm.rank):
-        captured(cupy, comm, layer, plan, inputs[0], wanted[0])
-
-
-def check_method(
-    cupy: Any, comm: thdattn.comm.Comm, how: tuple[str, str, int], keep_keys: bool, seeds: range = range(2)
-) -> None:
-    """Layers whose gradients are on their way together, and plans dropped at work, with a non-blocking stream current.
+    cupy: Any, comm: thdattn.comm.Comm, head_groups: int | None, keep_keys: bool, method: tuple[Any, Any] = GATHERED,
+    seeds: range = range(2),
+) -> None:  # fmt: skip
+    """Everything, with a non-blocking stream current.
 
     Args:
-        how: one of METHODS.
+        method: cp_comm_type and sharding. Other ones than GATHERED have no gathers ahead, and are not captured.
     """
-    cp_comm_type, sharding, head_groups = how
+    (cp_comm_type, sharding), calls = method, in_flight if method == GATHERED else together
     layer = attention(comm, cp_comm_type=cp_comm_type, head_groups=head_groups, keep_keys=keep_keys)
     batches = [PackedBatch.from_lengths(lengths, 2 * comm.size) for lengths in PACKS]
     inputs, wanted = [], []
@@ -196,20 +176,14 @@ def check_method(
         plan = layer.plan(batch, sharding)
         inputs.append([inputs_of(cupy, layer, plan, seed) for seed in range(NUM_LAYERS)])
         wanted.append(one_by_one(layer, plan, inputs[-1]))
+    del plan
     for seed in seeds:
-        cupy.cuda.runtime.deviceSynchronize()
         with late(cupy, 100 * seed + comm.rank):
-            found = []
-            for number in range(6):
-                which = number % len(batches)
-                plan = layer.plan(batches[which], sharding)
-                found.append((which, together(layer, plan, inputs[which])))
-                q, k, v, dout = inputs[which][0]
-                layer.start_backward(dout, layer.forward(q, k, v, plan)[1])  # that nobody asks for
-            cupy.cuda.runtime.deviceSynchronize()
+            plans_that_are_dropped_at_work(cupy, layer, batches, sharding, inputs, wanted, calls)
             errors_on_the_way(cupy, layer, batches, sharding, inputs, wanted, seed)
-        for which, results in found:
-            same(results, wanted[which], f"{how}, pack {which}")
+    if method == GATHERED:
+        with late(cupy, comm.rank):
+            captured(cupy, comm, layer, layer.plan(batches[0]), inputs[0], wanted[0])
 
 
 def together(layer: thdattn.CPAttention, plan: Any, inputs: list[Any]) -> list[tuple[Any, ...]]:
@@ -220,21 +194,25 @@ def together(layer: thdattn.CPAttention, plan: Any, inputs: list[Any]) -> list[t
             for (out, saved), (dq, dk_dv) in zip(made, grads, strict=True)]  # fmt: skip
 
 
-def plans_that_are_dropped_at_work(cupy: Any, layer: thdattn.CPAttention, batches: Any, inputs: Any, wanted: Any
-                                   ) -> None:  # fmt: skip
-    """The host does not wait between them; they go to two streams in turn, two to each, with work left on its way."""
-    streams = [cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)]
+def plans_that_are_dropped_at_work(
+    cupy: Any, layer: thdattn.CPAttention, batches: Any, sharding: str | None, inputs: Any, wanted: Any,
+    calls: Callable[..., Any],
+) -> None:  # fmt: skip
+    """The host does not wait between them; gathers go to two streams in turn. Work is left on its way."""
+    here = cupy.cuda.get_current_stream()
+    streams = [here, here, *[cupy.cuda.Stream(non_blocking=True)] * 2] if calls is in_flight else [here]
     cupy.cuda.runtime.deviceSynchronize()  # inputs are there for both
     results = []
     for number in range(8):
         which = number % len(batches)
-        with streams[number // 2 % 2]:
-            plan = layer.plan(batches[which])
-            results.append((which, in_flight(layer, plan, inputs[which])))
+        with streams[number % len(streams)]:
+            plan = layer.plan(batches[which], sharding)
+            results.append((which, calls(layer, plan, inputs[which])))
             q, k, v, dout = inputs[which][0]
             _, saved = layer.forward(q, k, v, plan)
             layer.start_backward(dout, saved)  # sums that nobody asks for
-            layer.gather(k, v, plan)  # and keys
+            if calls is in_flight:
+                layer.gather(k, v, plan)  # and keys
             del plan, saved
     cupy.cuda.runtime.deviceSynchronize()
     for which, found in results:

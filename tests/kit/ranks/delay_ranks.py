@@ -31,9 +31,9 @@ def main(transport: str, size: str) -> None:
         for head_groups in (1, 2, 4, None):
             for keep_keys in (False, True):
                 delays.check(cupy, comm, head_groups, keep_keys)
-        for how in delays.METHODS:
+        for cp_comm_type, sharding, head_groups in delays.METHODS:
             for keep_keys in (False, True):
-                delays.check_method(cupy, comm, how, keep_keys)
+                delays.check(cupy, comm, head_groups, keep_keys, (cp_comm_type, sharding))
     cupy.cuda.runtime.deviceSynchronize()
     comm.close()
     print(f"rank {comm.rank} of {comm.size}: delays on {transport} done", flush=True)
