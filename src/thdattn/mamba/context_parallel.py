@@ -13,6 +13,7 @@ run before its first use. The gather uses the transport of the attention's keys:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
@@ -70,21 +71,9 @@ def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tu
         halo = engine.mixer_halo(tails, plan, shape)
     inputs = Inputs(zxbcdt, weights, plan, shape, halo)
     act, states, decays = engine.mixer_conv_states(inputs, keep)
-    summary = engine.mixer_fold(states, decays, plan, shape)
     y, out = (plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
-
-    def scan(segments: slice) -> None:
-        engine.mixer_scan(inputs, act, states, segments, y, out)
-
-    if comm.size == 1:
-        scan(slice(len(states)))
-    else:
-        summaries, wait = _gather(comm, plan, "states", summary)
-        ahead, waiting, others = plan.memoize("turns forward", lambda: _turns(engine, plan))
-        scan(ahead)
-        wait()
-        engine.mixer_enter(states, decays, engine.mixer_start(summaries, plan, shape), waiting)
-        scan(others)
+    _pass_states(layer, plan, states, decays,
+                 lambda segments: engine.mixer_scan(inputs, act, states, segments, y, out))
     if shape.norm:
         engine.mixer_norm(inputs, y, out)
     plan.engine.nan_if_invalid(plan, out)
@@ -137,21 +126,8 @@ def backward(
     dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype)
     act, gradients = activations(engine, inputs, kept), engine.mixer_gradients(plan, shape)
     dy, dstates, decays = engine.mixer_gate_states(inputs, act, kept.y, dout, dzxbcdt, gradients)
-    summary = engine.mixer_fold(dstates, decays, plan, shape, reverse=True)
-
-    def scan(segments: slice) -> None:
-        engine.mixer_bwd(inputs, act, dy, states, dstates, segments, gradients)
-
-    if comm.size == 1:
-        scan(slice(len(states)))
-    else:
-        summaries, wait = _gather(comm, plan, "gradients of states", summary)
-        ahead, waiting, others = plan.memoize("turns backward", lambda: _turns(engine, plan, reverse=True))
-        scan(ahead)
-        wait()
-        start = engine.mixer_start(summaries, plan, shape, reverse=True)
-        engine.mixer_enter(dstates, decays, start, waiting, reverse=True)
-        scan(others)
+    _pass_states(layer, plan, dstates, decays,
+                 lambda segments: engine.mixer_bwd(inputs, act, dy, states, dstates, segments, gradients), reverse=True)
     dweights, ends = engine.mixer_conv_bwd(inputs, gradients, dzxbcdt)
     if comm.size > 1 and shape.reach:
         halos, wait = _gather(comm, plan, "gradients of rows", ends[0])
@@ -159,6 +135,26 @@ def backward(
         engine.mixer_add_halos(halos, ends[1], plan, shape, dzxbcdt)
     plan.engine.nan_if_invalid(plan, dzxbcdt, *dweights)
     return dzxbcdt, dweights
+
+
+def _pass_states(
+    layer: Layer, plan: Plan, states: Any, decays: Any, scan: Callable[[slice], None], reverse: bool = False
+) -> None:
+    """Turn what segments add to states into the states in front of them, through all ranks, and scan all segments.
+
+    reverse: gradients of states pass from the last segment to the first.
+    """
+    engine, comm, shape, _ = layer
+    summary = engine.mixer_fold(states, decays, plan, shape, reverse)
+    if comm.size == 1:
+        scan(slice(len(states)))
+        return
+    summaries, wait = _gather(comm, plan, "gradients of states" if reverse else "states", summary)
+    ahead, waiting, others = plan.memoize(("turns", reverse), lambda: _turns(engine, plan, reverse))
+    scan(ahead)
+    wait()
+    engine.mixer_enter(states, decays, engine.mixer_start(summaries, plan, shape, reverse), waiting, reverse)
+    scan(others)
 
 
 def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]:
