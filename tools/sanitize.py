@@ -41,7 +41,7 @@ TESTS = {
     "exchange": "tests/comm/test_gpu_meeting.py -k 2-16",
     "exchanged heads": "tests/comm/test_gpu_peer.py -k 'by_one_kernel_as_by_copies or one-row-contiguous-1-False'",
     "sums": "tests/comm/test_gpu_peer.py -k 'memory_gives and one-row and 64 and (None or -1)'",
-    "mixer decode": "tests/mamba/test_gpu_mamba_decode.py -k 'every_width and 3 or no_prompt'",
+    "mixer decode": "tests/mamba/test_mamba_decode.py -k 'convolution and 3 or no_prompt'",
     "graphs": "tests/graphs/test_gpu_graph.py -k 'wrong_lengths or made_before_the_capture'",
 }
 REPORT = re.compile(

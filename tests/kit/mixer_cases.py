@@ -13,6 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from cases import Case as AttentionCase
 from cases import to_host
 
 import thdattn
@@ -20,6 +21,7 @@ from thdattn.cli.check import offsets
 from thdattn.mamba import oracle
 from thdattn.mamba.oracle import FIELDS as FIELDS
 from thdattn.mamba.oracle import FIELDS_WITH_NORM, Norm, Result, Sizes
+from thdattn.oracle import judge
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = map(np.dtype, (ml_dtypes.bfloat16, "float16", "float32", "float64"))
 SIZES = Sizes(4, 3, 5, 2)
@@ -30,6 +32,7 @@ class Case:
     """A pack and a mixer.
 
     lengths: tokens of every sequence; padded: their rows, None = as many; slack: rows behind the last sequence.
+    trees: a case of an attention that has the pack instead.
     """
 
     name: str
@@ -39,12 +42,15 @@ class Case:
     sizes: Sizes = SIZES
     conv_width: int = 4
     norm: Norm | None = None
+    trees: AttentionCase | None = None
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def batch(self) -> thdattn.PackedBatch:
+        if self.trees:
+            return self.trees.batch(2)
         starts = offsets(self.lengths if self.padded is None else self.padded)
         return thdattn.PackedBatch(offsets(self.lengths), starts, total_rows=int(starts[-1]) + self.slack)
 
@@ -146,7 +152,7 @@ def truth(case: Case, dtype: Any, rounding: Any = None) -> Result:
 
 
 def run(
-    case: Case, cp_size: int, dtype: Any, inputs: Any = None, fill: float = np.nan, xp: Any = np
+    case: Case, cp_size: int, dtype: Any, inputs: Any = None, fill: float = np.nan, xp: Any = np, **options: Any
 ) -> dict[str, np.ndarray]:
     """FIELDS of a mixer over simulated ranks: whole packs, and gradients of weights by rank, on the host.
 
@@ -154,18 +160,20 @@ def run(
         inputs: as random_inputs.
         fill: what rows without a token hold, fillers too.
         xp: numpy for the NumPy engine, cupy for the CUDA engine.
+        options: of Mamba2Mixer.
     """
     inputs = inputs or random_inputs(case, dtype)
-    ranks = thdattn.comm.run_local(cp_size, lambda comm: run_rank(case, comm, dtype, inputs, fill, xp), timeout=240)
+    ranks = thdattn.comm.run_local(
+        cp_size, lambda comm: run_rank(case, comm, dtype, inputs, fill, xp, **options), timeout=240)
     return assembled(case, ranks)
 
 
 def run_rank(
-    case: Case, comm: thdattn.comm.Comm, dtype: Any, inputs: Any, fill: float = np.nan, xp: Any = np
+    case: Case, comm: thdattn.comm.Comm, dtype: Any, inputs: Any, fill: float = np.nan, xp: Any = np, **options: Any
 ) -> tuple[np.ndarray, ...]:
     """FIELDS of one rank."""
     zxbcdt, weights, dout = inputs
-    mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda")
+    mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda", **options)
     plan = mixer.plan(case.batch)
     valid = to_host(plan.valid)
 
@@ -178,6 +186,52 @@ def run_rank(
     for x in made[:2]:
         assert not x[~valid].view(np.uint8).any(), "exactly 0"
     return made
+
+
+def on_the_host(case: Case, inputs: Any, computed_in: Any) -> tuple[np.ndarray, thdattn.Mamba2Saved]:
+    """Return what the NumPy engine's forward on one rank gives for inputs as random_inputs, cast to a dtype."""
+    zxbcdt, weights, _ = inputs
+    weights = thdattn.Mamba2Weights(*(x.astype(np.promote_types(computed_in, np.float32)) for x in weights))
+    mixer = case.mixer(thdattn.comm.init("single"), computed_in)
+    return mixer.forward(zxbcdt.astype(computed_in), weights, mixer.plan(case.batch))
+
+
+def columns_of(sizes: Sizes) -> dict[str, slice]:
+    """Return the columns of zxbcdt by their names."""
+    inner, width = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.state_dim
+    ends = np.cumsum([inner, inner, width, width, sizes.num_heads])
+    return dict(zip(("z", "x", "B", "C", "dt"), map(slice, [0, *ends[:-1]], ends), strict=True))
+
+
+def with_norm(case: Case, norm: Norm | tuple[str, str] | None) -> Case:
+    """Return the case with a norm, or with one of NORMS; "groups" of B and C are those of the norm too."""
+    if norm is None:
+        return case
+    if isinstance(norm, Norm):
+        return replace(case, name=f"{case} {norm.after_gate} {norm.groups}", norm=norm)
+    place, groups = norm
+    return replace(case, name=f"{case} {place} {groups}", norm=Norm(place == "after_gate", {
+        "groups": case.sizes.num_groups, "one": 1, "heads": case.sizes.num_heads}[groups]))  # fmt: skip
+
+
+def check_gradients(
+    case: Case, dtype: Any, made: dict[str, np.ndarray], exact: Result | None = None, plain: Result | None = None
+) -> None:
+    """Check gradients by the errors of plain maths: rows by the accuracy rule, column by column.
+
+    Gradients of weights are few numbers, which are judged by the sum of their squares.
+    """
+    exact, plain = exact or truth(case, dtype), plain or truth(case, dtype, dtype)
+    assert made["zxbcdt"].dtype == dtype and tuple(made) == (FIELDS_WITH_NORM if case.norm else FIELDS)
+    for name, part in columns_of(case.sizes).items():
+        verdict = judge(made["zxbcdt"][:, part], exact.zxbcdt[:, part], plain.zxbcdt[:, part])
+        assert verdict.rms <= verdict.rms_budget, f"d{name} of {case}: {verdict}"
+    for field in tuple(made)[2:]:
+        assert made[field].dtype == np.float32
+        wanted, found = getattr(exact, field), made[field].astype(np.float64).sum(axis=0)
+        ours, allowed = (np.sqrt(np.mean((x - wanted) ** 2)) for x in (found, getattr(plain, field)))
+        size = np.sqrt(np.mean(wanted**2))
+        assert ours <= 3 * allowed + 1e-3 * size, f"{field} of {case}: {ours:.1e}, plain {allowed:.1e}, of {size:.1e}"
 
 
 def two_layers(case: Case, comm: thdattn.comm.Comm, dtype: Any, xp: Any, keep: bool) -> list[np.ndarray]:

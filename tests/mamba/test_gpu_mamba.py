@@ -1,38 +1,62 @@
-"""The CUDA engine's Mamba-2 mixer, forward, against the NumPy engine in float64, on one GPU.
+"""The CUDA engine's Mamba-2 mixer on one GPU that simulated ranks share: how exact it is, and what is particular to it.
 
-Simulated ranks share the GPU. Every allocation starts as NaN and every row that holds no token is NaN. Both the kernels
-of this GPU and the portable ones are held to the errors of the NumPy engine in the same dtype, which rounds what the
-kernels round, and which tests without a GPU hold to the definition.
+Every allocation starts as NaN and every row that holds no token is NaN. `out` is held to the errors of the NumPy engine
+in the same dtype, which rounds what the kernels round, and gradients to those of plain maths. With a norm all are held
+to those of plain maths.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cases import to_host
+from launch import run_ranks
 from mixer_cases import (
     BFLOAT16,
+    FIELDS,
     FLOAT16,
     FLOAT64,
     GPU_SIZES,
     ON_GPUS,
     Case,
     adding_up,
+    assert_same_bits,
+    check_gradients,
+    columns_of,
     extreme_inputs,
+    on_the_host,
     random_inputs,
-)
+    run,
+    truth,
+    with_norm,
+)  # fmt: skip
+from ranks import graph_ranks
+from test_gpu_nccl import need_gpus
 
 import thdattn
 from thdattn import oracle
-from thdattn.mamba.oracle import Sizes
+from thdattn.mamba import oracle as mamba_oracle
+from thdattn.mamba.oracle import Norm, Sizes
+from thdattn.packing import PackedBatch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
+pytestmark = pytest.mark.gpu
 
-DTYPES = [FLOAT16, BFLOAT16]
-PACKS = [
+ENGINES = ("cuda", "portable")
+EACH = pytest.mark.parametrize("engine", ENGINES, indirect=True)
+CUDA = pytest.mark.parametrize("engine", ["cuda"], indirect=True)
+DTYPES = (FLOAT16, BFLOAT16)
+
+
+def named(cases):
+    return {case.name: case for case in cases}
+
+
+# Packs of the forward have more rows than row-by-row gradients allow.
+FORWARD = named([
     *ON_GPUS,
     Case("chunk-edges", (63, 64, 65, 1, 127, 128, 129), sizes=GPU_SIZES),
     Case("segment-edges", (2047, 2048, 2049, 1), sizes=GPU_SIZES),
@@ -40,171 +64,158 @@ PACKS = [
     Case("over-all-ranks", (4500,), sizes=GPU_SIZES),
     Case("capacity", (700, 21), slack=1500, sizes=GPU_SIZES),
     Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 250).tolist()), sizes=GPU_SIZES),
-]
-CROSSING = [case for case in PACKS if case.name in (
-    "one-token", "shorter-than-the-convolution", "ranks-of-padding", "segment-edges", "over-all-ranks",
-    "ends-with-a-rank", "many-short")]  # fmt: skip
-MIXED = (300, 1, 2, 0, 900, 3, 170)
-KINDS = [
-    *(Case(f"{sizes.num_groups}-groups-of-{sizes.head_dim}-{sizes.state_dim}", MIXED, sizes=sizes) for sizes in (
-        Sizes(8, 64, 64, 1), Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(8, 64, 128, 8), Sizes(24, 64, 128, 8),
-        Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4), Sizes(8, 128, 128, 1), Sizes(8, 128, 128, 8), Sizes(8, 128, 256, 8),
-    )),
-    *(Case(f"convolution-of-{width}", MIXED, sizes=GPU_SIZES, conv_width=width) for width in (1, 2, 3, 8)),
+])  # fmt: skip
+BACKWARD = named([
+    *ON_GPUS,
+    Case("chunk-edges", (63, 64, 65, 1), sizes=GPU_SIZES),
+    Case("segment-edges", (2047, 130, 1900), sizes=GPU_SIZES),
+    Case("starts-with-a-segment", (2040, 90), padded=(2048, 100), sizes=GPU_SIZES),
+    Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 100).tolist()), sizes=GPU_SIZES),
+    Case("over-all-ranks", (1300,), sizes=GPU_SIZES),
+    Case("capacity", (300, 21), slack=1500, sizes=GPU_SIZES),
+])  # fmt: skip
+ALL_SIZES = [
+    Sizes(8, 64, 64, 8), Sizes(8, 64, 64, 1), Sizes(16, 64, 128, 2), Sizes(24, 64, 128, 8), Sizes(8, 64, 256, 1),
+    Sizes(8, 128, 64, 4), Sizes(8, 128, 128, 1), Sizes(8, 128, 256, 8), Sizes(8, 64, 128, 8), Sizes(8, 128, 128, 8),
 ]  # fmt: skip
-BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
 
 
-@pytest.fixture
-def small_gpu(kernels, monkeypatch):
-    """Let thread blocks of a scan walk over all segments, as on a GPU of one multiprocessor."""
+def kinds(all_sizes, lengths):
+    """Return cases of the sizes and of every kind of width of the convolution."""
+    return [
+        *(Case(f"{sizes.num_groups}-groups-of-{sizes.head_dim}-{sizes.state_dim}", lengths, sizes=sizes)
+          for sizes in all_sizes),
+        *(Case(f"convolution-of-{width}", lengths, sizes=GPU_SIZES, conv_width=width) for width in (1, 2, 3, 8)),
+    ]  # fmt: skip
+
+
+FORWARD |= (FORWARD_KINDS := named(kinds(ALL_SIZES, (300, 1, 2, 0, 900, 3, 170))))
+BACKWARD |= (BACKWARD_KINDS := named(kinds(ALL_SIZES[:8], SHORT := (130, 1, 2, 0, 70, 3, 20))))
+WIDTHS = [Norm(True, 8), Norm(False, 4), Norm(True, 1), Norm(False, 1)]
+NORM_PACKS = [*ON_GPUS, BACKWARD["segment-edges"], BACKWARD["capacity"]]
+# Groups of 64 columns to 8192, some with a number of threads that is no power of 2.
+NORM_KINDS = [Case(f"{sizes} {norm}", SHORT, sizes=sizes, norm=norm) for sizes, norm in (
+    (Sizes(8, 64, 64, 8), Norm(True, 8)), (Sizes(16, 64, 128, 2), Norm(True, 2)),
+    (Sizes(8, 128, 64, 4), Norm(False, 4)), (Sizes(24, 64, 128, 8), Norm(True, 8)),
+    (Sizes(8, 128, 256, 8), Norm(False, 2)), (Sizes(40, 64, 64, 1), Norm(True)),
+    (Sizes(64, 64, 128, 1), Norm(False)), (Sizes(80, 64, 64, 1), Norm(True)), (Sizes(128, 64, 64, 8), Norm(True, 1)),
+    (Sizes(8, 64, 128, 1), Norm(True, 1, 0.5)),
+)]  # fmt: skip
+
+
+@cache
+def host_out(case, dtype, computed_in):
+    return on_the_host(case, random_inputs(case, dtype), computed_in)[0].astype(np.float64)
+
+
+def check_out(case, dtype, made):
+    """Check `out` by the accuracy rule; for bfloat16, which the NumPy engine rounds as kernels do, it allows no second
+    rounding.
+    """
+    exact, plain = host_out(case, dtype, FLOAT64), host_out(case, dtype, dtype)
+    verdict = oracle.judge(made["out"], exact, plain, fused=plain if dtype == BFLOAT16 else None)
+    assert made["out"].dtype == dtype and verdict.good, f"{case}: {verdict}"
+
+
+def check_all(case, dtype, made):
+    """Check `out` and all gradients by the errors of plain maths."""
+    exact, plain = truth(case, dtype).out, truth(case, dtype, dtype).out
+    verdict = oracle.judge(made["out"], exact, plain, fused=plain)
+    assert made["out"].dtype == dtype and verdict.good, f"out of {case}: {verdict}"
+    check_gradients(case, dtype, made)
+
+
+def every(check, engines, cases, cp_sizes, dtypes):
+    return [pytest.param(engine, case, dtype, cp_size, check, id=f"{check.__name__}-{engine}-{case}-{dtype}-{cp_size}")
+            for case in cases for engine in engines for dtype in dtypes for cp_size in cp_sizes]  # fmt: skip
+
+
+def some(cases, *names):
+    return [cases[name] for name in names]
+
+
+@pytest.mark.parametrize(("engine", "case", "dtype", "cp_size", "check"), [
+    *every(check_out, ENGINES, [case for name, case in FORWARD.items() if name not in FORWARD_KINDS], (1, 3),
+           [BFLOAT16]),
+    *every(check_out, ["cuda"], FORWARD_KINDS.values(), [1], DTYPES),
+    *every(check_out, ["portable"], [*FORWARD_KINDS.values()][:10], [1], [BFLOAT16]),
+    *every(check_out, ["portable"], some(FORWARD, "2-groups-of-64-128"), [1], [FLOAT16]),
+    *every(check_out, ["cuda"], some(
+        FORWARD, "one-token", "shorter-than-the-convolution", "ranks-of-padding", "segment-edges", "over-all-ranks",
+        "ends-with-a-rank", "many-short"), (2, 4, 8), [BFLOAT16]),
+    *every(check_gradients, ["cuda"], [case for name, case in BACKWARD.items() if name not in BACKWARD_KINDS], (1, 3),
+           [BFLOAT16]),
+    *every(check_gradients, ["cuda"], BACKWARD_KINDS.values(), [1], [BFLOAT16]),
+    *every(check_gradients, ["portable"], some(
+        BACKWARD, "resets-inside-chunks", "segment-edges", "2-groups-of-64-128", "8-groups-of-64-64"), (1, 3),
+        [BFLOAT16]),
+    *every(check_gradients, ["cuda"], some(
+        BACKWARD, "1-groups-of-64-256", "8-groups-of-64-64", "2-groups-of-64-128", "1-groups-of-128-128",
+        "segment-edges"), (1, 3), [FLOAT16]),
+    *every(check_gradients, ["portable"], some(BACKWARD, "resets-inside-chunks", "2-groups-of-64-128"), [1], [FLOAT16]),
+    *every(check_gradients, ["cuda"], some(
+        BACKWARD, "resets-inside-chunks", "over-all-ranks", "fewer-rows-than-ranks", "ends-with-a-rank"), (2, 4, 8),
+        [BFLOAT16]),
+    *every(check_all, ENGINES, [with_norm(case, norm) for norm in WIDTHS[:2] for case in NORM_PACKS], (1, 3),
+           [BFLOAT16]),
+    *every(check_all, ["cuda"], NORM_KINDS, [2], DTYPES),
+], indirect=["engine"])  # fmt: skip
+def test_results_are_as_exact_as_on_the_host(engine, case, dtype, cp_size, check):
+    check(case, dtype, run(case, cp_size, dtype, xp=engine.xp))
+
+
+@EACH
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("name", ["segment-edges", "over-all-ranks", "many-short"])
+def test_segments_that_one_thread_block_walks_over_are_as_exact(engine, monkeypatch, name, cp_size):
+    """A GPU of one multiprocessor has one thread block that walks over all segments."""
     from thdattn.engines.cuda import launch
 
     gpu = replace(launch.this_gpu(), multiprocessors=1)
     monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+    check_out(FORWARD[name], BFLOAT16, run(FORWARD[name], cp_size, BFLOAT16, xp=engine.xp))
 
 
-@cache
-def on_the_host(case, dtype, computed_in):
-    """Return out of the NumPy engine for inputs that are made in dtype."""
-    zxbcdt, weights, _ = random_inputs(case, dtype)
-    kind = np.promote_types(computed_in, np.float32)
-    mixer = case.mixer(thdattn.comm.init("single"), computed_in, engine="reference")
-    weights = thdattn.Mamba2Weights(*(x.astype(kind) for x in weights))
-    return mixer.forward(zxbcdt.astype(computed_in), weights, mixer.plan(case.batch))[0]
+@EACH
+@pytest.mark.parametrize("norm", [None, *WIDTHS], ids=str)
+def test_two_runs_are_bitwise_the_same(engine, norm):
+    for cp_size in (1, 2, 4):
+        first, *others = (run(with_norm(BACKWARD["segment-edges"], norm), cp_size, BFLOAT16, xp=engine.xp)
+                          for _ in range(3))
+        for other in others:
+            assert_same_bits(first, other)
 
 
-def forward(cupy, case, cp_size, dtype, inputs=None, fill=np.nan):
-    """Return out of the CUDA engine, the whole pack; exactly 0 on padding."""
-    zxbcdt, weights, _ = inputs or random_inputs(case, dtype)
-
-    def program(comm):
-        mixer = case.mixer(comm, dtype, engine="cuda")
-        plan = mixer.plan(case.batch)
-        rows = np.where(case.valid[:, None], zxbcdt, dtype.type(fill))
-        return to_host(mixer.forward(plan.shard(cupy.asarray(rows)), on_the_gpu(cupy, weights), plan)[0])
-
-    sharding = thdattn.Sharding(case.batch, cp_size, "contiguous")
-    out = sharding.unshard(thdattn.comm.run_local(cp_size, program, timeout=240))
-    assert not out[~case.valid].view(np.uint8).any(), "exactly 0"
-    return out
-
-
-def on_the_gpu(cupy, weights):
-    return thdattn.Mamba2Weights(*map(cupy.asarray, weights))
-
-
-def check(case, dtype, out):
-    """Check by the accuracy rule; for bfloat16, which the NumPy engine rounds as kernels do, also against a second
-    rounding.
-    """
-    assert out.dtype == dtype
-    exact, plain = (on_the_host(case, dtype, kind).astype(np.float64) for kind in (FLOAT64, dtype))
-    verdict = oracle.judge(out, exact, plain, fused=plain if dtype == BFLOAT16 else None)
-    assert verdict.good, f"{case}: {verdict}"
-
-
-def every(cases, cp_sizes=(1,), dtypes=DTYPES):
-    return [pytest.param(case, dtype, cp_size, id=f"{case}-{dtype}-cp{cp_size}")
-            for case in cases for dtype in dtypes for cp_size in cp_sizes]  # fmt: skip
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(PACKS, (1, 3), [BFLOAT16]))
-def test_every_pack_is_as_exact_as_the_reference(cupy, case, dtype, cp_size):
-    check(case, dtype, forward(cupy, case, cp_size, dtype))
-
-
-@pytest.mark.usefixtures("small_gpu")
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(
-    [BY_NAME["segment-edges"], BY_NAME["over-all-ranks"], BY_NAME["many-short"]], (1, 2), [BFLOAT16]))  # fmt: skip
-def test_segments_that_one_thread_block_walks_over_are_as_exact_as_the_reference(cupy, case, dtype, cp_size):
-    check(case, dtype, forward(cupy, case, cp_size, dtype))
-
-
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(KINDS))
-def test_every_size_is_as_exact_as_the_reference(cupy, case, dtype, cp_size):
-    check(case, dtype, forward(cupy, case, cp_size, dtype))
-
-
-@pytest.mark.usefixtures("portable")
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), [*every(KINDS[:10], dtypes=[BFLOAT16]), *every(KINDS[2:3])[:1]])
-def test_every_size_of_portable_kernels_is_as_exact_as_the_reference(cupy, case, dtype, cp_size):
-    check(case, dtype, forward(cupy, case, cp_size, dtype))
-
-
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(CROSSING, (2, 4, 8), [BFLOAT16]))
-def test_every_number_of_ranks_is_as_exact_as_the_reference(cupy, case, dtype, cp_size):
-    check(case, dtype, forward(cupy, case, cp_size, dtype))
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["empty-between", "padding-ends-a-chunk", "starts-with-a-segment"])
-def test_what_padding_holds_changes_no_bit(cupy, name):
-    case = BY_NAME[name]
-    outs = [forward(cupy, case, cp_size, BFLOAT16, fill=fill)
-            for cp_size in (1, 3) for fill in (0, np.nan, np.inf, -1e30)]  # fmt: skip
-    for cp in (outs[:4], outs[4:]):
-        assert len({out.tobytes() for out in cp}) == 1
-
-
-@pytest.mark.usefixtures("kernels")
+@EACH
 @pytest.mark.parametrize("cp_size", [1, 3])
-@pytest.mark.parametrize("name", ["resets-inside-chunks", "segment-edges", "shorter-than-the-convolution"])
-def test_a_document_changes_no_bit_of_another(cupy, name, cp_size):
-    case = BY_NAME[name]
-    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
-    calm = forward(cupy, case, cp_size, BFLOAT16)
-    for document in range(1, len(case.lengths), 2):
-        begin, end = (int(x) for x in case.batch.cu_seqlens_padded[document : document + 2])
-        changed = zxbcdt.copy()
-        changed[begin:end] = 3 * changed[begin:end][::-1]
-        changed[begin:end, -case.sizes.num_heads :] = 50  # steps so large that sums of their decays are rough
-        wild = forward(cupy, case, cp_size, BFLOAT16, (changed, weights, dout))
-        others = np.r_[0:begin, end : len(zxbcdt)]
-        assert calm[others].tobytes() == wild[others].tobytes()
-        assert calm[begin:end].tobytes() != wild[begin:end].tobytes()
-
-
-@pytest.mark.usefixtures("kernels")
-def test_two_runs_are_bitwise_the_same(cupy):
-    case = BY_NAME["segment-edges"]
-    for cp_size in (1, 4):
-        assert len({forward(cupy, case, cp_size, BFLOAT16).tobytes() for _ in range(3)}) == 1
-
-
-@pytest.mark.usefixtures("kernels")
-def test_extreme_steps_and_rates(cupy):
+def test_extreme_steps_and_rates(engine, cp_size):
     case, inputs = extreme_inputs()
-    zxbcdt, weights, _ = inputs
-    out = forward(cupy, case, 3, BFLOAT16, inputs)
-
-    def host(kind):
-        mixer = case.mixer(thdattn.comm.init("single"), kind, engine="reference")
-        wide = thdattn.Mamba2Weights(*(x.astype(np.promote_types(kind, np.float32)) for x in weights))
-        return mixer.forward(zxbcdt.astype(kind), wide, mixer.plan(case.batch))[0].astype(np.float64)
-
-    verdict = oracle.judge(out, host(FLOAT64), host(BFLOAT16))
+    exact, plain = (mamba_oracle.packed_mixer(case.batch, *inputs, case.sizes, kind) for kind in (None, BFLOAT16))
+    made = run(case, cp_size, BFLOAT16, inputs, xp=engine.xp)
+    check_gradients(case, BFLOAT16, made, exact, plain)
+    verdict = oracle.judge(made["out"], *(on_the_host(case, inputs, kind)[0].astype(np.float64)
+                                          for kind in (FLOAT64, BFLOAT16)))
     assert verdict.good, verdict
 
 
-@pytest.mark.usefixtures("kernels")
-def test_states_beyond_float16_are_read_without_loss(cupy):
+def relative_error(found, wanted):
+    return np.sqrt(np.mean((found.astype(np.float64) - wanted) ** 2) / np.mean(wanted**2))
+
+
+@EACH
+def test_states_beyond_float16_are_read_without_loss(engine):
     """States grow far beyond 65,504 in 2,000 steps of 50 that hardly decay; small rows of C keep y in range."""
     case = Case("large-states", (2000,), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, FLOAT16)
-    inner, state = 512, 128
-    zxbcdt[:, inner : 2 * inner + state] = abs(zxbcdt[:, inner : 2 * inner + state]) + 1  # x and B
-    zxbcdt[:, 2 * inner + state : 2 * inner + 2 * state] = -10.5  # C: its silu is -3e-4
-    zxbcdt[:, -8:] = 50
-    weights = adding_up(weights)
-    out = forward(cupy, case, 1, FLOAT16, (zxbcdt, weights, dout))
-    mixer = case.mixer(thdattn.comm.init("single"), FLOAT64, engine="reference")
-    wide = thdattn.Mamba2Weights(*(x.astype(FLOAT64) for x in weights))
-    exact, saved = mixer.forward(zxbcdt.astype(FLOAT64), wide, mixer.plan(case.batch))
+    for name, column in columns_of(GPU_SIZES).items():
+        if name in ("x", "B"):
+            zxbcdt[:, column] = abs(zxbcdt[:, column]) + 1
+        elif name != "z":
+            zxbcdt[:, column] = {"C": -10.5, "dt": 50}[name]  # silu of C is -3e-4
+    inputs = zxbcdt, adding_up(weights), dout
+    exact, saved = on_the_host(case, inputs, FLOAT64)
     assert abs(saved.kept.states).max() > 1e5 and abs(exact).max() < 60_000
-    error = np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2) / np.mean(exact**2))
-    assert error < 2e-3
+    assert relative_error(run(case, 1, FLOAT16, inputs, xp=engine.xp)["out"], exact) < 2e-3
 
 
 def last_rows_without_decay(zxbcdt, weights, rounding):
@@ -226,17 +237,277 @@ def last_rows_without_decay(zxbcdt, weights, rounding):
     return stored(np.concatenate(made, axis=1) * z[-64:] / (1 + np.exp(-z[-64:])))
 
 
-def test_sums_over_131072_rows_without_decay_do_not_lose(cupy):
+@CUDA
+def test_sums_over_131072_rows_without_decay_do_not_lose(engine):
     case = Case("no-decay", (131_072,), sizes=GPU_SIZES)
     zxbcdt, weights, _ = random_inputs(case, BFLOAT16)
     weights = weights._replace(A_log=np.full(8, -30, np.float32))
-    out = forward(cupy, case, 1, BFLOAT16, (zxbcdt, weights, None))[-64:]
+    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
+    of_gpu = thdattn.Mamba2Weights(*map(engine.xp.asarray, weights))
+    out = to_host(mixer.forward(engine.xp.asarray(zxbcdt), of_gpu, mixer.plan(case.batch))[0])[-64:]
     exact, plain = (last_rows_without_decay(zxbcdt, weights, kind) for kind in (FLOAT64, BFLOAT16))
     verdict = oracle.judge(out, exact, plain)
     assert verdict.good, verdict
 
 
-# --- what the kernels are not there for ------------------------------------------------------------------------------
+@CUDA
+@pytest.mark.parametrize("norm", [None, Norm(True, 2)], ids=str)
+def test_gradients_of_weights_are_long_sums_of_equal_shares(engine, norm):
+    """A pack repeats the same documents of 64 rows 2,048 times: its gradients are as exact as theirs.
+
+    Those of B and C to what their heads' sum is rounded to, as packs of other lengths may split heads otherwise.
+    """
+    one, times, cupy = with_norm(Case("one", (40, 24), sizes=GPU_SIZES), norm), 2048, engine.xp
+    zxbcdt, weights, dout = random_inputs(one, BFLOAT16)
+    many = replace(one, name="many", lengths=one.lengths * times)
+    made = run(many, 1, BFLOAT16, (np.tile(zxbcdt, (times, 1)), weights, np.tile(dout, (times, 1))), xp=cupy)
+    alone = run(one, 1, BFLOAT16, xp=cupy)
+    of_x = slice(GPU_SIZES.num_heads * GPU_SIZES.head_dim)
+    for field in FIELDS[2:] if norm is None else ["norm_weight"]:
+        wanted, found = alone[field][0].astype(np.float64), made[field][0].astype(np.float64) / times
+        size = np.abs(wanted).max()
+        assert np.abs(found - wanted).max() <= 1e-2 * size, field
+        assert np.abs(found - wanted)[of_x].max() <= 4e-6 * size, field
+    rows = made["zxbcdt"].reshape(times, *alone["zxbcdt"].shape).view(np.uint16)
+    assert norm or (rows == rows[0]).all()
+    for name in ("z", "x", "dt") if norm is None else ():
+        part = columns_of(GPU_SIZES)[name]
+        assert (rows[0][:, part] == alone["zxbcdt"].view(np.uint16)[:, part]).all(), name
+
+
+def first_rows_without_decay(zxbcdt, dout, rounding):
+    """Return gradients of the first 64 rows of one document without decay and convolution, by their names."""
+    def stored(x):
+        return x.astype(rounding).astype(np.float64)
+
+    columns, heads = columns_of(GPU_SIZES), GPU_SIZES.num_heads
+    z, x, b, c, raw = (zxbcdt[:, part].astype(np.float64) for part in columns.values())
+    slopes = {name: (1 + part * (1 - 1 / (1 + np.exp(-part)))) / (1 + np.exp(-part))
+              for name, part in (("x", x[:64]), ("B", b[:64]))}  # fmt: skip
+    x, b, c = (stored(part / (1 + np.exp(-part))) for part in (x[:64], b[:64], c))
+    dy = stored(dout.astype(np.float64) * z / (1 + np.exp(-z)))
+    steps = np.logaddexp(0, raw[:64])
+    products, behind = stored(np.triu(b @ c.T)), np.triu(np.ones((64, len(c))))
+    dx, db = [], 0
+    for head in range(heads):
+        part = slice(head * GPU_SIZES.head_dim, (head + 1) * GPU_SIZES.head_dim)
+        dx.append(steps[:, head, None] * (products @ dy[:, part]))
+        db = db + steps[:, head, None] * (behind * (x[:, part] @ dy[:, part].T))
+    return {"x": stored(slopes["x"] * stored(np.concatenate(dx, axis=1))), "B": stored(slopes["B"] * (stored(db) @ c))}
+
+
+@CUDA
+def test_gradients_over_50000_rows_without_decay_do_not_lose(engine):
+    """They go through more segments than have their states in memory at a time."""
+    case = Case("no-decay", (50_000,), sizes=GPU_SIZES)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    weights = adding_up(weights)._replace(A_log=np.full(8, -30, np.float32))
+    made = run(case, 1, BFLOAT16, (zxbcdt, weights, dout), xp=engine.xp)["zxbcdt"][:64]
+    exact, plain = (first_rows_without_decay(zxbcdt, dout, kind) for kind in (np.float64, BFLOAT16))
+    for name, wanted in exact.items():
+        verdict = oracle.judge(made[:, columns_of(GPU_SIZES)[name]], wanted, plain[name])
+        assert verdict.rms <= verdict.rms_budget, f"d{name}: {verdict}"
+
+
+@CUDA
+def test_gradients_of_states_beyond_float16_are_read_without_loss(engine):
+    """States of x and B that hardly decay, and gradients of states of dout and C, grow beyond 65,504."""
+    case = Case("large-states", (600,), sizes=GPU_SIZES)
+    zxbcdt, weights, dout = random_inputs(case, FLOAT16)
+    for name, column in columns_of(GPU_SIZES).items():
+        if name in ("x", "B"):
+            zxbcdt[:, column] = abs(zxbcdt[:, column]) + 2
+        elif name != "z":
+            zxbcdt[:, column] = {"C": -9, "dt": 20}[name]  # silu of C is -1e-3
+    dout[...] = abs(dout) / 16
+    weights = adding_up(weights)
+    exact = mamba_oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes)
+    made = run(case, 1, FLOAT16, (zxbcdt, weights, dout), xp=engine.xp)["zxbcdt"]
+    for name, part in columns_of(case.sizes).items():
+        if name != "dt" and abs(exact.zxbcdt[:, part]).max() < 60_000:
+            wanted = exact.zxbcdt[:, part]
+            assert relative_error(made[:, part], wanted) < 3e-3, name
+
+
+@EACH
+def test_large_gradients_from_behind_a_chunk_without_any_are_in_range(engine):
+    """The last tokens of a text alone have a loss: elsewhere the gradient of B C^T is small."""
+    case = Case("late-loss", (600,), sizes=GPU_SIZES)
+    zxbcdt, weights, dout = random_inputs(case, FLOAT16)
+    columns = columns_of(case.sizes)
+    for name, value in {"z": 2, "x": 0, "C": 1.3, "dt": -2.3}.items():
+        zxbcdt[:, columns[name]] = value
+    zxbcdt[:, columns["x"]][:, :64] = 64
+    zxbcdt[:, columns["B"]] /= 32
+    dout[:-64], dout[-64:] = 0, 1
+    inputs = zxbcdt, adding_up(weights), dout
+    wanted = mamba_oracle.packed_mixer(case.batch, *inputs, case.sizes).zxbcdt[:, columns["B"]]
+    assert 2**14 < abs(wanted).max() < 2**15
+    made = run(case, 1, FLOAT16, inputs, xp=engine.xp)["zxbcdt"][:, columns["B"]]
+    assert relative_error(made, wanted) < 3e-3
+
+
+@CUDA
+def test_gradients_of_a_state_may_be_0_in_half_of_its_columns(engine):
+    """In float16 the scales of both halves are then as far apart as they can be."""
+    case = Case("half", (200,), sizes=Sizes(8, 64, 256, 1))
+    zxbcdt, weights, dout = random_inputs(case, FLOAT16)
+    columns = columns_of(case.sizes)
+    for name, value in {"z": 2, "C": 1.3, "dt": -2.3}.items():
+        zxbcdt[:, columns[name]] = value
+    zxbcdt[:, columns["C"]][:, 128:] = 0
+    zxbcdt[:, columns["x"]] /= 16
+    inputs = zxbcdt, adding_up(weights), np.full_like(dout, 32)
+    exact = mamba_oracle.packed_mixer(case.batch, *inputs, case.sizes).zxbcdt
+    made = run(case, 1, FLOAT16, inputs, xp=engine.xp)["zxbcdt"]
+    for name, part in columns.items():
+        wanted = exact[:, part]
+        assert 0 < abs(wanted).max() < 60_000
+        assert relative_error(made[:, part], wanted) < 3e-3, name
+
+
+@EACH
+def test_products_of_a_state_and_another_document_may_be_infinite(engine):
+    """Products of the first one's states and the second one's rows are unused, but 0 * inf is NaN."""
+    case = Case("large", (70, 58), sizes=GPU_SIZES)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    columns = columns_of(case.sizes)
+    for name, value in {"x": 1e10, "B": 1e10, "C": 1e-20}.items():
+        zxbcdt[:70, columns[name]] = value
+    zxbcdt[:, columns["z"]], dout[70:] = 2, 1e20
+    made = run(case, 1, BFLOAT16, (zxbcdt, adding_up(weights), dout), xp=engine.xp)
+    for name, part in columns.items():
+        assert np.isfinite(made["zxbcdt"][70:, part].astype(np.float32)).all(), name
+
+
+@pytest.mark.usefixtures("much_memory", "engine")
+@EACH
+def test_more_elements_than_32_bits_count(cupy):
+    """Rows of 8,512 numbers, 2.2e9 of them: the last documents are those that are alone in another pack."""
+    mixer = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 64, 64, 128, dtype=BFLOAT16, engine="cuda")
+    rows, alone = 262_144, 1024 * 3
+    assert rows * 8512 > 2**31
+    rng = np.random.default_rng(0)
+    last, of_out = (cupy.random.standard_normal((alone, width), dtype=np.float32).astype(BFLOAT16).view(np.uint16)
+                    for width in (8512, 4096))  # fmt: skip
+    weights = thdattn.Mamba2Weights(*(cupy.asarray(x, np.float32) for x in (
+        rng.standard_normal((4352, 4)), np.zeros(4352), np.log(rng.uniform(1, 16, 64)), np.ones(64), np.zeros(64))))
+    zxbcdt, dout = cupy.zeros((rows, 8512), np.uint16), cupy.zeros((rows, 4096), np.uint16)
+    zxbcdt[-alone:], dout[-alone:] = last, of_out
+
+    def out_and_gradient(zxbcdt, dout, starts):
+        out, saved = mixer.forward(zxbcdt.view(BFLOAT16), weights, mixer.plan(PackedBatch(starts)))
+        return out.view(np.uint16), mixer.backward(dout.view(BFLOAT16), saved)[0].view(np.uint16)
+
+    of_all, of_last = (out_and_gradient(*args) for args in (
+        (zxbcdt, dout, [0, rows - alone, rows]), (last, of_out, [0, alone])))  # fmt: skip
+    for x in of_all:
+        assert not (x[:-alone] & 0x7FFF).any()
+    assert cupy.array_equal(of_all[0][-alone:], of_last[0])
+    tail, wanted = of_all[1][-alone:], of_last[1]
+    for name, part in columns_of(Sizes(64, 64, 128, 1)).items():
+        if name in ("B", "C"):  # whose heads the shorter pack splits, each part rounded
+            found, exact = (x[:, part].view(BFLOAT16).astype(np.float32) for x in (tail, wanted))
+            assert cupy.linalg.norm(found - exact) <= 1e-2 * cupy.linalg.norm(exact), name
+        else:
+            assert cupy.array_equal(tail[:, part], wanted[:, part]), name
+
+
+@pytest.mark.usefixtures("much_memory", "engine")
+@EACH
+def test_more_chunks_than_a_grid_is_high(cupy):
+    """Sequences that are alike, a segment each, get the same bits behind row 65,535 * 64 as before it."""
+    case, times = Case("one", (2048,), sizes=Sizes(8, 64, 64, 1)), 65_535 * 64 // 2048 + 2
+    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda", keep_activations=False)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    weights = thdattn.Mamba2Weights(*map(cupy.asarray, weights))
+
+    def step(times):
+        rows, grads = (cupy.tile(cupy.asarray(x.view(np.uint16)), (times, 1)).view(BFLOAT16) for x in (zxbcdt, dout))
+        out, saved = mixer.forward(rows, weights, mixer.plan(PackedBatch.from_lengths(case.lengths * times)))
+        gradients, dweights = mixer.backward(grads, saved)
+        return [x.view(np.uint16).reshape(times, 2048, -1) for x in (out, gradients)], dweights
+
+    rows, dweights = step(times)
+    for x in rows:
+        assert bool((x == x[:1]).all())
+    alone, of_one = step(1)
+    assert cupy.array_equal(rows[0][0], alone[0][0])
+    for field, found, wanted in zip(weights._fields, dweights, of_one, strict=True):
+        assert float(cupy.abs(found / times - wanted).max()) <= 1e-2 * float(cupy.abs(wanted).max()), field
+
+
+# --- lengths on the GPU, graphs --------------------------------------------------------------------------------------
+
+ROWS = 2100
+REPLAYED = [((300, 40, 1200), (304, 48, 1300)), ((1, 2000, 0), (2, 2098, 0)), ((0, 0, 0), (0, 0, 0)),
+            ((2100, 0, 0), (2100, 0, 0)), ((1024, 0, 1000), (1024, 5, 1071))]  # fmt: skip
+
+
+@pytest.mark.usefixtures("engine")
+@EACH
+def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
+    """Two graphs of one plan on one stream, lengths rewritten on the GPU between replays; wrong ones give NaN."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    case = Case("replayed", (ROWS,), sizes=GPU_SIZES)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
+    with stream:
+        lengths = [cupy.zeros(4, np.int32) for _ in range(2)]
+        inputs = [cupy.zeros(x.shape, np.uint16) for x in (zxbcdt, dout)]
+        on_gpu = thdattn.Mamba2Weights(*map(cupy.asarray, weights))
+        plan = mixer.plan(PackedBatch(*lengths, total_rows=ROWS))
+
+        def step():
+            plan.refresh()
+            out, saved = mixer.forward(inputs[0].view(BFLOAT16), on_gpu, plan)
+            dzxbcdt, dweights = mixer.backward(inputs[1].view(BFLOAT16), saved)
+            return out, dzxbcdt, *dweights
+
+        step()
+        stream.synchronize()
+        captured = []
+        for _ in range(2):
+            stream.begin_capture()
+            made = step()
+            captured.append((stream.end_capture(), made))
+    for i, (tokens, padded) in enumerate([*REPLAYED, *REPLAYED[::-1]]):
+        here = Case("here", tokens, padded, slack=ROWS - sum(padded), sizes=GPU_SIZES)
+        for there, values in zip(lengths, (here.batch.cu_seqlens, here.batch.cu_seqlens_padded), strict=True):
+            there.set(np.array(values), stream)
+        for there, x in zip(inputs, (zxbcdt, dout), strict=True):
+            there.set(np.where(here.valid[:, None], x, BFLOAT16.type(np.nan)).view(np.uint16), stream)
+        graph, made = captured[i % 2]
+        graph.launch(stream)
+        stream.synchronize()
+        wanted = run(here, 1, BFLOAT16, (zxbcdt, weights, dout), xp=cupy)
+        for field, x in zip(FIELDS, made, strict=True):
+            assert to_host(x).tobytes() == wanted[field].tobytes(), f"{field} of {tokens}"
+    lengths[0].set(np.array([0, 300, 200, 400], np.int32), stream)
+    for graph, made in captured:
+        graph.launch(stream)
+        stream.synchronize()
+        for field, x in zip(FIELDS, made, strict=True):
+            assert np.isnan(to_host(x).astype(np.float32)).all(), field
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("norm", [None, "after_gate", "before_gate"])
+def test_packs_through_one_graph_are_the_eager_results(cupy, norm):
+    """Packs that do not fit run eagerly, and are counted."""
+    with thdattn.comm.init("single") as comm, cupy.cuda.Stream(non_blocking=True):
+        graph_ranks.replay_mixers(comm, cupy, norm=norm)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_same_with_states_that_travel_in_the_graph(cupy, n):
+    need_gpus(cupy, n)
+    finished = run_ranks(n, Path(graph_ranks.__file__), "mixers", str(n), timeout=200)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("mixers done") == n
+
+
+# --- sizes without kernels -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("changes", "kind", "message"), [
@@ -250,6 +521,13 @@ def test_sizes_without_kernels_are_refused(cupy, changes, kind, message):
     sizes = {"num_heads": 8, "head_dim": 64, "state_dim": 128}
     with pytest.raises(kind, match=message):
         thdattn.Mamba2Mixer(thdattn.comm.init("single"), **{**sizes, **changes}, engine="cuda")
+
+
+def test_groups_that_are_wider_than_a_thread_block_are_refused(cupy):
+    sizes = thdattn.comm.init("single"), 136, 64, 64
+    with pytest.raises(ValueError, match=r"d_inner // norm_groups is 8704, wanted 1 to 8192 for a Mamba-2 mixer on"):
+        thdattn.Mamba2Mixer(*sizes, engine="cuda", norm="after_gate")
+    thdattn.Mamba2Mixer(*sizes, engine="cuda", norm="after_gate", norm_groups=2)
 
 
 def test_auto_is_the_gpu(cupy):

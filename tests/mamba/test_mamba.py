@@ -1,6 +1,11 @@
-"""The Mamba-2 mixer over simulated ranks on the NumPy engine, against the recurrence row by row in float64."""
+"""The Mamba-2 mixer over simulated ranks, on the NumPy engine against the recurrence row by row in float64.
+
+What must not be seen of documents and padding holds bit by bit on both engines, with and without a norm.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,39 +16,47 @@ from mixer_cases import (
     FLOAT16,
     FLOAT32,
     FLOAT64,
+    GPU_SIZES,
     MANY,
+    NORMS,
     Case,
     assert_equal,
     assert_same_bits,
+    columns_of,
     random_inputs,
     run,
     truth,
-)
+    two_layers,
+    with_norm,
+)  # fmt: skip
 
 import thdattn
 from thdattn import oracle
 from thdattn.mamba import oracle as mamba_oracle
-from thdattn.mamba.oracle import Sizes
+from thdattn.mamba.oracle import Norm, Sizes
 
 EXACT = 1e-12  # of float64
 CP_SIZES = [1, 3, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 8))]
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
-@pytest.mark.parametrize("case", CASES.values(), ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), MANY, *(
+    with_norm(CASES[name], norm) for norm in NORMS for name in (
+        "no-sequences-slack", "all-empty-padded", "fewer-rows-than-ranks", "resets-inside-chunks", "ranks-of-padding",
+        "empty-between", "padding-ends-a-chunk", "over-all-ranks", "one-group", "a-group-per-head"))], ids=str)
 def test_float64_is_the_recurrence(case, cp_size):
     assert_equal(run(case, cp_size, FLOAT64), truth(case, FLOAT64), EXACT)
 
 
-@pytest.mark.parametrize("cp_size", CP_SIZES)
-def test_a_thousand_short_documents(cp_size):
-    assert_equal(run(MANY, cp_size, FLOAT64), truth(MANY, FLOAT64), EXACT)
+def test_eps_counts():
+    for eps in (1e-5, 3.0):
+        case = Case(f"eps {eps}", (20, 7), norm=Norm(True, 2, eps))
+        assert_equal(run(case, 2, FLOAT64), truth(case, FLOAT64), EXACT)
 
 
 @pytest.mark.parametrize("name", ["ranks-of-padding", "fewer-rows-than-ranks", "no-sequences-slack", "capacity"])
 def test_ranks_without_rows_give_nothing_and_keep_the_others_right(name):
-    case = CASES[name]
-    made = run(case, 8, FLOAT64)
+    case, made = CASES[name], run(CASES[name], 8, FLOAT64)
     assert_equal(made, truth(case, FLOAT64), EXACT)
     tokens = [case.valid[part].any() for part in np.array_split(np.arange(len(case.valid)), 8)]
     if len(case.valid) % 8 == 0:
@@ -69,6 +82,7 @@ def test_resets_inside_chunks_keep_sums_apart():
 LONGER = [CASES[name] for name in ("resets-inside-chunks", "chunk-edges", "padding-ends-a-chunk", "over-all-ranks",
                                    "ends-with-a-rank", "one-group", "a-group-per-head", "convolution-of-nine")]
 WIDE = Case("wide", (200, 57, 130), sizes=Sizes(2, 64, 128, 1))
+WIDE_GROUPS = replace(WIDE, sizes=Sizes(4, 64, 32, 2))
 
 
 @pytest.mark.parametrize("cp_size", [1, 3, pytest.param(8, marks=pytest.mark.exhaustive)])
@@ -92,19 +106,37 @@ def test_errs_no_more_than_plain_maths(dtype, cp_size):
         assert ours <= 2 * plains + np.finfo(np.float32).eps, f"{field}: {ours:.1e}, plain {plains:.1e}"
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
-def test_rows_of_a_wide_mixer_are_rounded_as_often_as_in_plain_maths(dtype):
+@pytest.mark.parametrize("case", [WIDE, *(with_norm(WIDE_GROUPS, norm) for norm in NORMS)], ids=str)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+def test_rows_of_a_wide_mixer_are_rounded_as_often_as_in_plain_maths(dtype, case):
     """The rule is that of attention: the largest error hides a second rounding, RMS does not."""
-    exact, plain = truth(WIDE, dtype), truth(WIDE, dtype, dtype)
-    columns = {"out": {"out": slice(None)},
-               "zxbcdt": {"z": slice(128), "x": slice(128, 256), "B": slice(256, 384), "C": slice(384, 512)}}
-    for cp_size in (1, 4):
-        made = run(WIDE, cp_size, dtype)
-        for field, parts in columns.items():
-            for name, part in parts.items():
-                wanted, baseline = (getattr(x, field)[:, part] for x in (exact, plain))
-                verdict = oracle.judge(made[field][:, part], wanted, baseline, fused=baseline)
-                assert verdict.good, f"{name} of {field} at cp {cp_size}: {verdict}"
+    exact, plain = truth(case, dtype), truth(case, dtype, dtype)
+    columns = columns_of(case.sizes)
+    names = ("z", "x") if case.norm else ("z", "x", "B", "C")
+    parts = [("out", slice(None)), *(("zxbcdt", columns[name]) for name in names)]
+    for cp_size in (1, 4) if case.norm is None else (3,):
+        made = run(case, cp_size, dtype)
+        for field, part in parts:
+            wanted, baseline = (getattr(x, field)[:, part] for x in (exact, plain))
+            fused = baseline if dtype.itemsize == 2 else None
+            verdict = oracle.judge(made[field][:, part], wanted, baseline, fused=fused)
+            assert verdict.good, f"{part} of {field} at cp {cp_size}: {verdict}"
+        if case.norm:
+            ours, theirs = (np.sqrt(np.mean((x - exact.norm_weight) ** 2))
+                            for x in (made["norm_weight"].astype(np.float64).sum(axis=0), plain.norm_weight))
+            assert ours <= 2 * theirs + 1e-6 * np.abs(exact.norm_weight).max()
+            assert made["norm_weight"].dtype == FLOAT32
+
+
+@pytest.mark.parametrize("norm", NORMS[:2], ids="-".join)
+def test_a_row_of_zeros_has_finite_gradients(norm):
+    """The first tokens of a new layer may have such rows, with D and dt of 0."""
+    case = with_norm(WIDE_GROUPS, norm)
+    zxbcdt, weights, dout = random_inputs(case, FLOAT32)
+    zxbcdt[3], weights.conv_bias[:] = 0, 0
+    zxbcdt[:3, 256:-4] = 0  # x, B and C that its convolution sees
+    made = run(case, 1, FLOAT32, (zxbcdt, weights, dout))
+    assert not made["out"][3].any() and all(np.isfinite(x).all() for x in made.values())
 
 
 def test_extreme_steps_and_rates():
@@ -177,18 +209,28 @@ def test_float16_states_may_leave_its_range():
 
 # --- what must not be seen -------------------------------------------------------------------------------------------
 
-PADDED = ["all-empty-padded", "ranks-of-padding", "empty-between", "padding-ends-a-chunk", "capacity", "no-convolution"]
+ON_GPU = [pytest.param(engine, BFLOAT16, marks=pytest.mark.gpu) for engine in ("cuda", "portable")]
+LAST = Case("starts-with-a-segment", (2040, 90), padded=(2048, 100))
 
 
-@pytest.mark.parametrize("dtype", [FLOAT64, BFLOAT16, FLOAT16], ids=str)
-@pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", PADDED)
-def test_poison_in_rows_without_a_token_changes_no_bit(name, fill, dtype):
-    case = CASES[name]
+def on(engine, case, norm=None):
+    """Return a case with the sizes that the engine has kernels for."""
+    return with_norm(case if engine.name == "reference" else replace(case, sizes=GPU_SIZES), norm)
+
+
+@pytest.mark.parametrize("norm", [None, *NORMS], ids=str)
+@pytest.mark.parametrize(
+    ("engine", "dtype"), [("reference", FLOAT64), ("reference", BFLOAT16), ("reference", FLOAT16), *ON_GPU],
+    indirect=["engine"], ids=str)
+@pytest.mark.parametrize("name", ["all-empty-padded", "ranks-of-padding", "empty-between", "padding-ends-a-chunk",
+                                  "capacity", "no-convolution", "starts-with-a-segment"])  # fmt: skip
+def test_what_padding_holds_changes_no_bit(engine, dtype, name, norm):
+    case = on(engine, CASES.get(name, LAST), norm)
     for cp_size in (1, 3):
-        clean, poisoned = (run(case, cp_size, dtype, fill=value) for value in (0, fill))
-        assert_same_bits(clean, poisoned)
-        assert all(np.isfinite(x.astype(np.float64)).all() for x in poisoned.values())
+        clean, *others = (run(case, cp_size, dtype, fill=x, xp=engine.xp) for x in (0, np.nan, np.inf, -np.inf, -6e4))
+        assert all(np.isfinite(x.astype(np.float64)).all() for x in clean.values())
+        for other in others:
+            assert_same_bits(clean, other)
 
 
 @pytest.mark.parametrize("name", ["capacity", "empty-between", "over-all-ranks", "fewer-rows-than-ranks"])
@@ -199,26 +241,43 @@ def test_uninitialised_work_buffers_change_no_bit(name, request):
     assert_same_bits(clean, run(case, 4, BFLOAT16))
 
 
-@pytest.mark.parametrize(("dtype", "cp_size"), [
-    (FLOAT32, 1), (BFLOAT16, 4), pytest.param(FLOAT32, 8, marks=pytest.mark.exhaustive)], ids=str)
-@pytest.mark.parametrize("name", ["resets-inside-chunks", "chunk-edges", "empty-between",
+@pytest.mark.parametrize(
+    ("engine", "dtype", "cp_size", "norm"),
+    [("reference", FLOAT32, 1, None), ("reference", BFLOAT16, 4, None), ("reference", BFLOAT16, 1, Norm(True, 4)),
+     pytest.param("reference", FLOAT32, 8, None, marks=pytest.mark.exhaustive),
+     pytest.param("cuda", BFLOAT16, 1, Norm(True, 4), marks=pytest.mark.gpu),
+     *(pytest.param(engine, dtype, cp_size, None, marks=pytest.mark.gpu) for engine in ("cuda", "portable")
+       for dtype in (BFLOAT16, FLOAT16) for cp_size in (1, 3))],
+    indirect=["engine"], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["resets-inside-chunks", "chunk-edges", "empty-between", "segment-edges",
                                   "shorter-than-the-convolution", "ends-with-a-rank"])  # fmt: skip
-def test_a_document_changes_no_bit_of_another(name, dtype, cp_size):
-    case = CASES[name]
+def test_a_document_changes_no_bit_of_another(engine, name, dtype, cp_size, norm):
+    """Gradients of the other documents are 4 million times smaller; large steps make sums of decays rough."""
+    case = on(engine, CASES.get(name, Case("segment-edges", (2047, 130, 1900))), norm)
     zxbcdt, weights, dout = random_inputs(case, dtype)
-    before = run(case, cp_size, dtype)
-    rng = np.random.default_rng(1)
+    quiet, heads = (2.0**-12 * dout).astype(dtype), case.sizes.num_heads
+    calm = run(case, cp_size, dtype, (zxbcdt, weights, quiet), xp=engine.xp)
     batch = case.batch
-    for begin, length in zip(batch.cu_seqlens_padded, batch.lengths, strict=False):
+    documents = [*zip(batch.cu_seqlens_padded.tolist(), batch.lengths.tolist(), strict=False)]
+    for begin, length in documents if engine.name == "reference" else documents[1::2]:
         mine = slice(begin, begin + length)
-        changed = zxbcdt.copy(), weights, dout.copy()
-        for x in changed[::2]:
-            x[mine] = 100 * rng.standard_normal((length, x.shape[1]))
-        after = run(case, cp_size, dtype, changed)
+        changed, of_out = zxbcdt.copy(), quiet.copy()
+        changed[mine], of_out[mine] = 3 * changed[mine][::-1], 1024 * dout[mine]
+        changed[mine, -heads:] = 50
+        wild = run(case, cp_size, dtype, (changed, weights, of_out), xp=engine.xp)
         for field in ("out", "zxbcdt"):
-            assert length == 0 or before[field][mine].tobytes() != after[field][mine].tobytes()
-            others = np.delete(before[field], mine, axis=0), np.delete(after[field], mine, axis=0)
-            assert others[0].tobytes() == others[1].tobytes(), f"{field}, document of row {begin}"
+            assert length == 0 or calm[field][mine].tobytes() != wild[field][mine].tobytes()
+            others = (np.delete(made[field], mine, axis=0).tobytes() for made in (calm, wild))
+            assert len({*others}) == 1, f"{field}, document of row {begin}"
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_what_a_layer_keeps_of_its_convolution_changes_no_bit(engine, cp_size):
+    case = on(engine, Case("mixer", (2047, 130, 1900) if engine.name == "cuda" else (100, 3, 150), slack=3))
+    kept, anew = (thdattn.comm.run_local(
+        cp_size, lambda comm, keep=keep: two_layers(case, comm, BFLOAT16, engine.xp, keep)) for keep in (True, False))
+    for one, other in zip(kept, anew, strict=True):
+        assert [x.tobytes() for x in one] == [x.tobytes() for x in other]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -227,10 +286,10 @@ def test_products_of_two_documents_may_be_infinite(cp_size):
     """Products of B of one document and C of the other are unused, but 0 * inf is NaN."""
     case = Case("large", (40, 100, 60))
     zxbcdt, weights, dout = random_inputs(case, FLOAT32)
-    _, _, b, c, _ = np.split(zxbcdt, [12, 24, 34, 44], axis=1)
+    columns = columns_of(case.sizes)
     weights.conv_weight[12:], weights.conv_bias[12:] = 1e-10, 0
     weights = weights._replace(dt_bias=weights.dt_bias - 8)
-    b[:40], c[40:] = 1e33, 1e33
+    zxbcdt[:40, columns["B"]], zxbcdt[40:, columns["C"]] = 1e33, 1e33
     made = run(case, cp_size, FLOAT32, (zxbcdt, weights, dout))
     assert all(np.isfinite(x).all() for x in made.values())
 

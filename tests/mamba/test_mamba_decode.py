@@ -1,4 +1,4 @@
-"""Decode of the Mamba-2 mixer on the NumPy engine: texts that grow row by row are what the forward makes of them."""
+"""Decode of the Mamba-2 mixer on each engine: texts that grow row by row are what the forward makes of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mixer_cases import BFLOAT16, CASES, FLOAT16, FLOAT32, FLOAT64, Case, random_inputs, truth
+from cases import to_host
+from decoding import poison
+from mixer_cases import (
+    BFLOAT16,
+    CASES,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    NORMS,
+    Case,
+    random_inputs,
+    truth,
+    with_norm,
+)  # fmt: skip
 from mixer_decoding import (
     A_GROUP_PER_HEAD,
     ONE_GROUP,
@@ -16,22 +29,59 @@ from mixer_decoding import (
     assert_rounded_once,
     decode_all,
     filled_cache,
+    prompts_of,
 )
 
 import thdattn
 from thdattn import oracle
-from thdattn.mamba.oracle import Sizes
+from thdattn.mamba.oracle import Norm, Sizes
 
-pytestmark = pytest.mark.usefixtures("poisoned_host")
-
+NO_PROMPTS = (0,) * 8
 ENDS = Case("ends-with-chunks", (64, 128, 5))  # and a row of padding behind the second
 WIDE = replace(TEXTS, name="wide texts", sizes=Sizes(2, 64, 128, 1))
+WIDE_GROUPS = replace(TEXTS, name="wide texts", sizes=Sizes(4, 64, 32, 2))
+USUAL = replace(TEXTS, name="usual", sizes=Sizes(8, 64, 128, 2))
+LONG = replace(USUAL, name="long", lengths=(1023, 1024, 1025, 2100), padded=(1024, 1024, 1030, 2100))
+ALL_SIZES = [Sizes(8, 64, 64, 1), USUAL.sizes, Sizes(8, 64, 256, 4), Sizes(8, 128, 64, 8), Sizes(8, 128, 128, 1),
+             Sizes(8, 128, 256, 2), Sizes(24, 64, 128, 3)]  # fmt: skip
+NORM_SIZES = [
+    (Sizes(8, 64, 64, 8), Norm(True, 8)), (Sizes(16, 64, 128, 2), Norm(True, 2)),
+    (Sizes(8, 128, 64, 4), Norm(False, 4)), (Sizes(24, 64, 128, 8), Norm(True, 8)),
+    (Sizes(8, 128, 256, 8), Norm(False, 2)), (Sizes(40, 64, 64, 1), Norm(True)),
+]  # fmt: skip
+GPU_NORMS = [None, Norm(True, 8), Norm(False, 4), Norm(True, 1), Norm(False, 1)]
+BOTH_DTYPES = (BFLOAT16, FLOAT16)
+
+
+def on(*values, engine):
+    """Return parameters of a test for an engine; those of the CUDA engine need a GPU."""
+    return pytest.param(engine, *values, marks=[pytest.mark.gpu] * (engine != "reference"))
+
+
+def each(*names):
+    """Parametrise a test of the engine by values from `on`."""
+    return lambda values: pytest.mark.parametrize(("engine", *names), values, indirect=["engine"], ids=str)
 
 
 def weights_of(case, **changes):
     return random_inputs(case, FLOAT64)[1]._replace(**changes)
 
 
+def layer_of(engine, case, dtype):
+    """Return a mixer, texts on the host, and weights of the engine."""
+    zxbcdt, weights, _ = random_inputs(case, dtype)
+    weights = thdattn.Mamba2Weights(*map(engine.xp.asarray, weights))
+    return case.mixer(SINGLE, dtype, engine=engine.name), case.batch.unpack(zxbcdt), weights
+
+
+def steps_of(case, dtype, count):
+    """Draw rows for so many steps of every text."""
+    rng = np.random.default_rng(5)
+    columns = random_inputs(case, dtype)[0].shape[1]
+    return rng.standard_normal((count, len(case.lengths), columns), np.float32).astype(dtype)
+
+
+@pytest.mark.usefixtures("poisoned_host")
 def test_two_rows_worked_by_hand():
     """dt = 1, A = -1 and silu(large) = itself, so that the state is x B, then x B / e + x' B'."""
     case = Case("one", (1,), sizes=Sizes(1, 1, 1, 1), conv_width=2)
@@ -49,27 +99,41 @@ def test_two_rows_worked_by_hand():
     np.testing.assert_allclose(second, 1e3 * (state * (400 + 700) + 10 * 500), rtol=1e-12)
 
 
-@pytest.mark.parametrize("case", [TEXTS, ONE_GROUP, A_GROUP_PER_HEAD, *(
-    replace(TEXTS, name=f"convolution of {width}", conv_width=width) for width in (1, 2, 9)
-)], ids=str)  # fmt: skip
-@pytest.mark.parametrize("prompts", [PROMPTS, (0,) * 8], ids=["prompts", "no prompts"])
-def test_step_after_step_is_the_forward_over_whole_texts(case, prompts):
-    out, exact = decode_all(case, prompts, FLOAT64, "reference", np), truth(case, FLOAT64).out
-    assert np.abs(out - exact).max() <= 1e-12 * np.abs(exact).max()
+CASES_EXACT = [TEXTS, ONE_GROUP, A_GROUP_PER_HEAD, *(with_norm(TEXTS, norm) for norm in NORMS),
+               *(replace(TEXTS, name=f"convolution of {width}", conv_width=width) for width in (1, 2, 9))]  # fmt: skip
+CASES_GPU = [*(replace(TEXTS, name=str(sizes), sizes=sizes) for sizes in ALL_SIZES),
+             *(replace(TEXTS, name=f"{sizes} {norm}", sizes=sizes, norm=norm) for sizes, norm in NORM_SIZES)]
+WIDTHS_GPU = [replace(USUAL, name=f"convolution of {width}", conv_width=width) for width in (1, 2, 3, 8)]
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
-def test_texts_keep_the_accuracy_rule(dtype):
-    out, exact, plain = decode_all(WIDE, PROMPTS, dtype, "reference", np), truth(WIDE, dtype), truth(WIDE, dtype, dtype)
-    verdict = oracle.judge(out, exact.out, plain.out, fused=plain.out if dtype.itemsize == 2 else None)
+@each("case", "dtype", "prompted")([
+    *(on(case, FLOAT64, prompted, engine="reference") for case in CASES_EXACT for prompted in (True, False)),
+    *(on(WIDE, dtype, True, engine="reference") for dtype in (FLOAT32, BFLOAT16, FLOAT16)),
+    *(on(case, dtype, True, engine="cuda") for case in CASES_GPU for dtype in BOTH_DTYPES),
+    *(on(case, BFLOAT16, prompted, engine="cuda") for case in WIDTHS_GPU for prompted in (True, False)),
+])  # fmt: skip
+def test_step_after_step_is_the_forward_over_whole_texts(engine, case, dtype, prompted):
+    """By the accuracy rule, which for 16 bits has no room for a second rounding."""
+    prompts, exact = PROMPTS if prompted else NO_PROMPTS, truth(case, dtype).out
+    out = decode_all(case, prompts, dtype, engine.name, engine.xp)
+    if dtype == FLOAT64:
+        assert np.abs(out - exact).max() <= 1e-12 * np.abs(exact).max()
+        return
+    plain = truth(case, dtype, dtype).out
+    verdict = oracle.judge(out, exact, plain, fused=plain if dtype.itemsize == 2 else None)
     assert verdict.good, str(verdict)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
-def test_of_texts_without_a_prompt_the_result_alone_is_rounded(dtype):
-    assert_rounded_once(decode_all(WIDE, (0,) * 8, dtype, "reference", np), truth(WIDE, dtype).out)
+@each("case", "dtype")([
+    *(on(WIDE, dtype, engine="reference") for dtype in BOTH_DTYPES),
+    *(on(with_norm(WIDE_GROUPS, norm), BFLOAT16, engine="reference") for norm in NORMS),
+    *(on(with_norm(USUAL, norm), dtype, engine="cuda") for norm in GPU_NORMS for dtype in BOTH_DTYPES),
+])  # fmt: skip
+def test_of_texts_without_a_prompt_the_result_alone_is_rounded(engine, case, dtype):
+    assert_rounded_once(decode_all(case, NO_PROMPTS, dtype, engine.name, engine.xp), truth(case, dtype).out)
 
 
+@pytest.mark.usefixtures("poisoned_host")
 @pytest.mark.parametrize("name", ["shorter-than-the-convolution", "empty-between", "padding-ends-a-chunk",
                                   "chunk-edges", "resets-inside-chunks", "all-empty-padded",
                                   "ends-with-chunks"])  # fmt: skip
@@ -86,17 +150,48 @@ def test_a_filled_cache_is_one_that_took_every_row(name):
         np.testing.assert_allclose(cache.states[i], alone.states[0], rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
-def test_a_text_changes_no_bit_of_another(dtype):
-    zxbcdt, weights, _ = random_inputs(TEXTS, dtype)
-    texts, mixer = TEXTS.batch.unpack(zxbcdt), TEXTS.mixer(SINGLE, dtype)
-    step = np.random.default_rng(0).standard_normal((8, zxbcdt.shape[1])).astype(dtype)
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("on_device", [False, True, "strided"])
+@pytest.mark.parametrize("case", [USUAL, LONG], ids=str)
+def test_a_filled_cache_is_that_of_the_numpy_engine(cupy, case, on_device):
+    """Prompts of every length around the segments of rows, with NaN between."""
+    zxbcdt, weights, _ = random_inputs(case, BFLOAT16)
+    packed = np.where(case.valid[:, None], zxbcdt, BFLOAT16.type(np.nan))
+    caches = []
+    for engine, xp in (("cuda", cupy), ("reference", np)):
+        mixer, batch = case.mixer(SINGLE, BFLOAT16, engine=engine), case.batch
+        if on_device and engine == "cuda":
+            offsets = xp.asarray(np.stack([batch.cu_seqlens, batch.cu_seqlens_padded], axis=1)).T
+            offsets = offsets if on_device == "strided" else map(xp.ascontiguousarray, offsets)
+            batch = thdattn.PackedBatch(*offsets, total_rows=batch.total_rows)
+        _, saved = mixer.forward(xp.asarray(packed), thdattn.Mamba2Weights(*map(xp.asarray, weights)),
+                                 mixer.plan(batch))
+        cache = mixer.cache(len(case.lengths))
+        for x in (cache.rows, cache.states):
+            poison(x)
+        cache.fill(saved)
+        caches.append([to_host(x) for x in (cache.rows, cache.states)])
+    (rows, states), (wanted_rows, wanted_states) = caches
+    assert rows.tobytes() == wanted_rows.tobytes()
+    # x and B were rounded to bfloat16, by either engine: where that went apart, an element is off by 2**-8 of a term.
+    error = np.abs(states - wanted_states).max() / np.abs(wanted_states).max()
+    assert error < 2e-3, error
+    empty = np.array(case.lengths) == 0
+    assert not states[empty].any() and not rows[empty].view(np.uint8).any()
+
+
+@each("case", "dtype")([on(TEXTS, FLOAT32, engine="reference"), on(TEXTS, BFLOAT16, engine="reference"),
+                        on(USUAL, BFLOAT16, engine="cuda")])
+def test_a_text_changes_no_bit_of_another(engine, case, dtype):
+    mixer, texts, weights = layer_of(engine, case, dtype)
+    step = steps_of(case, dtype, 1)[0]
 
     def stepped(change):
         changed = [100 * text if i == change else text for i, text in enumerate(texts)]
-        cache, _ = filled_cache(mixer, TEXTS, PROMPTS, changed, weights, np)
+        cache, _ = filled_cache(mixer, case, PROMPTS, changed, weights, engine.xp)
         rows = np.where(np.arange(8)[:, None] == change, dtype.type(np.nan), step)
-        return mixer.decode(rows, weights, cache), cache.rows, cache.states
+        return [to_host(x) for x in (mixer.decode(engine.xp.asarray(rows), weights, cache), cache.rows, cache.states)]
 
     before = stepped(None)
     for change in range(8):
@@ -105,20 +200,22 @@ def test_a_text_changes_no_bit_of_another(dtype):
             assert x[change].tobytes() != y[change].tobytes()
 
 
-def test_texts_that_are_not_active_keep_what_they_have():
-    zxbcdt, weights, _ = random_inputs(TEXTS, FLOAT32)
-    mixer = TEXTS.mixer(SINGLE, FLOAT32)
-    cache, _ = filled_cache(mixer, TEXTS, PROMPTS, TEXTS.batch.unpack(zxbcdt), weights, np)
-    rows, states = cache.rows.copy(), cache.states.copy()
-    cache.active[...] = [True, False] * 4
-    step = np.where(cache.active[:, None], zxbcdt[:8], np.float32(np.nan))
-    out = mixer.decode(step, weights, cache)
-    assert out[::2].all() and np.isfinite(out).all() and not out[1::2].view(np.uint8).any()
-    for now, before in ((cache.rows, rows), (cache.states, states)):
-        assert now[1::2].tobytes() == before[1::2].tobytes()
-        assert all(x.tobytes() != y.tobytes() for x, y in zip(now[::2], before[::2], strict=True))
+@each("case", "dtype")([on(TEXTS, FLOAT32, engine="reference"), on(USUAL, BFLOAT16, engine="cuda")])
+def test_texts_that_are_not_active_keep_what_they_have(engine, case, dtype):
+    mixer, texts, weights = layer_of(engine, case, dtype)
+    cache, _ = filled_cache(mixer, case, PROMPTS, texts, weights, engine.xp)
+    before = [to_host(x) for x in (cache.rows, cache.states)]
+    cache.active[...] = engine.xp.asarray([True, False] * 4)
+    step = np.where(np.array([[True], [False]] * 4), steps_of(case, dtype, 1)[0], dtype.type(np.nan))
+    out = to_host(mixer.decode(engine.xp.asarray(step), weights, cache))
+    assert out[::2].any(axis=1).all() and np.isfinite(out.astype(np.float32)).all()
+    assert not out[1::2].view(np.uint8).any()
+    for now, then in zip(map(to_host, (cache.rows, cache.states)), before, strict=True):
+        assert now[1::2].tobytes() == then[1::2].tobytes()
+        assert all(x.tobytes() != y.tobytes() for x, y in zip(now[::2], then[::2], strict=True))
 
 
+@pytest.mark.usefixtures("poisoned_host")
 def test_a_reset_makes_all_texts_empty():
     zxbcdt, weights, _ = random_inputs(TEXTS, FLOAT32)
     mixer = TEXTS.mixer(SINGLE, FLOAT32)
@@ -139,6 +236,92 @@ def test_float16_states_may_leave_its_range():
     for _ in range(40):
         out = mixer.decode(np.array([[1, 60, 60, 1e-3, 5]], FLOAT16), weights, cache)
     assert cache.states.item() > 65504 and np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("engine", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_no_prompt_at_all_fills_with_zeros(engine):
+    mixer, _, weights = layer_of(engine, USUAL, BFLOAT16)
+    batch = prompts_of(USUAL, NO_PROMPTS).batch
+    zxbcdt = engine.xp.zeros((batch.total_rows, mixer._shape.columns), BFLOAT16)
+    poison(zxbcdt)
+    _, saved = mixer.forward(zxbcdt, weights, mixer.plan(batch))
+    cache = mixer.cache(8)
+    poison(cache.states)
+    cache.fill(saved)
+    assert not to_host(cache.states).any() and not to_host(cache.rows).view(np.uint8).any()
+
+
+# --- on a GPU alone --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("offsets", [(0, 9, 5), (4, 8, 20), (-4, 8, 20), (0, 8, 21), (0, 8, 2**31 - 1)], ids=str)
+def test_wrong_lengths_on_the_gpu_fill_a_cache_with_nan(cupy, unnoticed, offsets):
+    zxbcdt, weights, _ = random_inputs(USUAL, BFLOAT16)
+    mixer = USUAL.mixer(SINGLE, BFLOAT16, engine="cuda")
+    plan = mixer.plan(thdattn.PackedBatch(cupy.asarray(offsets, np.int32), total_rows=20))
+    _, saved = mixer.forward(cupy.asarray(zxbcdt[:20]), thdattn.Mamba2Weights(*map(cupy.asarray, weights)), plan)
+    cache = mixer.cache(2)
+    cache.fill(saved)
+    for x in (cache.rows, cache.states):
+        assert np.isnan(to_host(x).astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize(("norm", "dtype"), [(None, BFLOAT16), (None, FLOAT16), (Norm(True, 2), BFLOAT16)], ids=str)
+def test_eager_steps_and_replays_of_one_captured_step_give_the_same_bits(cupy, norm, dtype):
+    case = with_norm(USUAL, norm)
+    zxbcdt, weights, _ = random_inputs(case, dtype)
+    texts, weights = case.batch.unpack(zxbcdt), thdattn.Mamba2Weights(*map(cupy.asarray, weights))
+    mixer = case.mixer(SINGLE, dtype, engine="cuda")
+    steps, rng = steps_of(case, dtype, 20), np.random.default_rng(0)
+    active = [rng.random(8) < 0.8 for _ in steps]
+
+    cache, _ = filled_cache(mixer, case, PROMPTS, texts, weights, cupy)
+    eager = []
+    for step, which in zip(steps, active, strict=True):
+        cache.active[...] = cupy.asarray(which)
+        eager.append(to_host(mixer.decode(cupy.asarray(step), weights, cache)))
+        assert not eager[-1][~which].view(np.uint8).any(), "exactly 0"
+
+    again, _ = filled_cache(mixer, case, PROMPTS, texts, weights, cupy)
+    start = again.rows.copy(), again.states.copy()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        given = cupy.asarray(steps[0])
+        cupy.cuda.runtime.deviceSynchronize()
+        mixer.decode(given, weights, again)  # kernels are compiled
+        for there, here in zip((again.rows, again.states), start, strict=True):
+            there[...] = here
+        stream.synchronize()
+        stream.begin_capture()
+        out = mixer.decode(given, weights, again)
+        graph = stream.end_capture()
+        for step, which, expected in zip(steps, active, eager, strict=True):
+            given.set(step)
+            again.active[...] = cupy.asarray(which)
+            graph.launch(stream)
+            stream.synchronize()
+            assert to_host(out).tobytes() == expected.tobytes()
+    for now, expected in ((again.rows, cache.rows), (again.states, cache.states)):
+        assert to_host(now).tobytes() == to_host(expected).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("much_memory", "poisoned_gpu")
+def test_states_beyond_2_to_the_31_numbers(cupy):
+    """The last text of 8.6 GB of states: offsets need 64 bits."""
+    case = replace(TEXTS, name="many", lengths=(1,), padded=None, sizes=Sizes(64, 64, 128, 1))
+    num_texts, (_, weights, _) = 2**31 // (64 * 64 * 128) + 1, random_inputs(case, BFLOAT16)
+    mixer, weights = case.mixer(SINGLE, BFLOAT16, engine="cuda"), thdattn.Mamba2Weights(*map(cupy.asarray, weights))
+    cache, alone = mixer.cache(num_texts), mixer.cache(1)
+    for row in steps_of(case, BFLOAT16, 3):
+        row = cupy.asarray(row)
+        out = mixer.decode(cupy.concatenate([row] * num_texts), weights, cache)
+        assert to_host(out[-1:]).tobytes() == to_host(mixer.decode(row, weights, alone)).tobytes()
+    assert to_host(cache.states[-1:]).tobytes() == to_host(alone.states).tobytes()
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import BFLOAT16
+from mixer_cases import FLOAT32, Case, random_inputs
 from wrong_values import MASKED, NoDevice, OnAGpu, refuses, table
 
 import thdattn
 from thdattn.comm import Comm
 from thdattn.mamba.configs import MIXER_SIZES
 from thdattn.mamba.mixer import check_sizes
+from thdattn.mamba.oracle import Norm
 from thdattn.packing import PackedBatch
 
 SINGLE = thdattn.comm.init("single")
@@ -47,11 +49,19 @@ def weights(**changes):
     ("dtype", "int32", TypeError, "dtype is int32, wanted one of float16, bfloat16, float32, float64"),
     ("dtype", None, TypeError, "dtype is None, wanted one of"),
     ("engine", "triton", ValueError, "engine is 'triton', wanted 'auto', 'cuda' or 'reference'"),
+    ("norm", "rms", ValueError, "norm is 'rms', wanted 'after_gate' or 'before_gate'; pass one of these"),
+    ("norm", True, TypeError, "norm is True, a bool; wanted 'after_gate' or 'before_gate'"),
+    ("norm_groups", 3, ValueError, "norm_groups is 3, wanted a divisor of num_heads = 4 … pass 1, or num_groups = 2"),
+    ("norm_groups", 0, ValueError, "norm_groups is 0, wanted >= 1"),
+    ("norm_groups", 1.0, TypeError, "norm_groups is 1.0, a float; wanted an int"),
+    ("norm_eps", 0, ValueError, "norm_eps is 0, wanted a finite number > 0; 1e-5 is usual"),
+    ("norm_eps", "1e-5", TypeError, "norm_eps is '1e-5', wanted a number"),
     ("comm", 4, TypeError, "comm is 4, a int; wanted a Comm; make one with thdattn.comm.init()"),
     ("comm", (SINGLE, SINGLE), TypeError, "comm is … a tuple; wanted a Comm"),
 )  # fmt: skip
 def test_bad_mixer(argument, value, kind, message):
-    refuses(mixer, argument, value, kind, message)
+    norm = {"norm": "after_gate"} if argument.startswith("norm_") else {}
+    refuses(lambda **bad: mixer(**{**norm, **bad}), argument, value, kind, message)
 
 
 def test_a_comm_of_other_arrays_is_refused():
@@ -203,3 +213,73 @@ def test_saved_of_a_mixer_of_other_sizes_is_refused():
     refuses(lambda saved: other.backward(np.ones((8, 12), np.float32), saved), "saved", saved, ValueError,
             "saved was made with num_heads 4, wanted 3; pass what this mixer's forward returned")
     assert mixer().backward(np.ones((8, 12), np.float32), saved)
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_those_of_b_and_c_where_none_are_said():
+    for groups in (1, 2, 4):
+        made = mixer(num_groups=groups, norm="after_gate")
+        said = mixer(num_groups=groups, norm="after_gate", norm_groups=groups, norm_eps=1e-5)
+        assert repr(made) == repr(said) and f"groups={groups}, eps=1e-05" in repr(made)
+
+
+def test_groups_without_a_norm_are_refused():
+    refuses(lambda norm_groups: mixer(norm_groups=norm_groups), "norm_groups", 2, ValueError,
+            "norm_groups is 2, but norm is None, wanted both or none; pass norm='after_gate'")
+
+
+NORMED = Case("some", (9, 4), norm=Norm(True, 2))
+ZXBCDT, WEIGHTS, DOUT = random_inputs(NORMED, FLOAT32)
+
+
+@table(
+    ("norm_weight", None, ValueError,
+     "weights.norm_weight is None, wanted an array for norm='after_gate'; pass those of this layer"),
+    ("norm_weight", np.ones(3, np.float32), ValueError, "weights.norm_weight has shape (3,), wanted (12,)"),
+    ("norm_weight", np.ones(12), TypeError, "weights.norm_weight is float64, wanted float32 for a mixer of float32"),
+)  # fmt: skip
+def test_bad_weights_of_a_norm(argument, value, kind, message):
+    layer = mixer(norm="after_gate")
+    plan = layer.plan(NORMED.batch)
+    refuses(lambda **bad: layer.forward(ZXBCDT, WEIGHTS._replace(**bad), plan), argument, value, kind, message)
+
+
+def test_a_mixer_without_a_norm_refuses_its_weight():
+    layer = mixer()
+    wanted = "weights.norm_weight is a ndarray … wanted None for a mixer without a norm"
+    for call in (lambda weights: layer.forward(ZXBCDT, weights, layer.plan(NORMED.batch)),
+                 lambda weights: layer.decode(ZXBCDT[:2], weights, layer.cache(2))):  # fmt: skip
+        refuses(call, "weights", WEIGHTS, ValueError, wanted)
+
+
+@pytest.mark.parametrize("changes", [
+    {"norm": None}, {"norm": "before_gate"}, {"norm_groups": 1}, {"norm_eps": 1e-6}], ids=str)  # fmt: skip
+def test_saved_and_caches_are_those_of_one_norm(changes):
+    layer, other = mixer(norm="after_gate"), mixer(**{"norm": "after_gate", **changes})
+    _, saved = layer.forward(ZXBCDT, WEIGHTS, layer.plan(NORMED.batch))
+    with pytest.raises(ValueError, match=r"saved was made with norm GatedNorm.*, wanted .*; pass what this mixer's"):
+        other.backward(DOUT, saved)
+    weights = WEIGHTS if other._shape.norm else WEIGHTS._replace(norm_weight=None)
+    with pytest.raises(ValueError, match=r"cache was made for norm GatedNorm.*, wanted .*; make it with this mixer's"):
+        other.decode(ZXBCDT[:2], weights, layer.cache(2))
+    with pytest.raises(ValueError, match="saved was made with norm GatedNorm"):
+        other.cache(2).fill(saved)
+
+
+def test_ranks_agree_on_the_norm():
+    def program(comm):
+        layer = replace(NORMED, norm=Norm(True, 2, 1e-5 if comm.rank else 1e-6)).mixer(comm, FLOAT32)
+        with pytest.raises(ValueError, match="the plan is not the same on all ranks: norm is"):
+            layer.plan(NORMED.batch)
+
+    thdattn.comm.run_local(2, program)
+
+
+def test_weights_of_a_norm_are_a_sixth_array():
+    five = WEIGHTS._replace(norm_weight=None)
+    assert len(five) == 5 and five._fields == thdattn.Mamba2Weights._fields and five.norm_weight is None
+    assert len(WEIGHTS) == 6 and WEIGHTS._fields == (*five._fields, "norm_weight") == tuple(WEIGHTS._asdict())
+    assert WEIGHTS[5] is WEIGHTS.norm_weight is five._replace(norm_weight=WEIGHTS[5])[5]
+    assert repr(WEIGHTS).endswith("dt_bias (4,), norm_weight (12,)>")

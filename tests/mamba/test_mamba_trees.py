@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mixer_cases import BFLOAT16, FIELDS, FIELDS_WITH_NORM, FLOAT16, FLOAT32, FLOAT64, SIZES, Case, random_inputs
+from mixer_cases import (
+    BFLOAT16,
+    FIELDS,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    SIZES,
+    Case,
+    assert_equal,
+    random_inputs,
+    run,
+    truth,
+)  # fmt: skip
 from tree_cases import MIXED, TREES, random_case, unrolled
 
 import thdattn
@@ -13,47 +25,12 @@ from thdattn.mamba.oracle import Norm, Sizes
 from thdattn.oracle import judge
 
 
-class TreeCase(Case):
-    """A mixer over the trees of a case of attention."""
-
-    of = MIXED
-
-    @property
-    def batch(self):
-        return self.of.batch(2)
-
-
 def mixer_case(trees, **options):
-    case = TreeCase(trees.name, trees.lengths, **options)
-    object.__setattr__(case, "of", trees)
-    return case
-
-
-def step(case, dtype, inputs, **options):
-    """Out and gradients of a mixer over the trees; rows without a token hold NaN."""
-    zxbcdt, weights, dout = inputs
-    mixer = case.mixer(thdattn.comm.init("single"), dtype, **options)
-    plan = mixer.plan(case.batch)
-    zxbcdt, dout = (np.where(plan.valid[:, None], x, np.nan).astype(x.dtype) for x in (zxbcdt, dout))
-    out, saved = mixer.forward(zxbcdt, weights, plan)
-    dzxbcdt, dweights = mixer.backward(dout, saved)
-    return dict(zip(FIELDS_WITH_NORM, (out, dzxbcdt, *dweights), strict=False)), plan.valid
-
-
-def truth(case, inputs, rounding=None):
-    """The oracle's results over the trees."""
-    zxbcdt, weights, dout = inputs
-    return oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes, rounding, case.norm)
+    return Case(trees.name, (), trees=trees, **options)
 
 
 def check(case, **options):
-    inputs = random_inputs(case, FLOAT64)
-    found, valid = step(case, FLOAT64, inputs, **options)
-    wanted = truth(case, inputs)
-    assert not found["out"][~valid].any() and not found["zxbcdt"][~valid].any(), "padding is 0"
-    for name in FIELDS_WITH_NORM if case.norm else FIELDS:
-        scale = 1 + np.abs(getattr(wanted, name)).max(initial=0)
-        np.testing.assert_allclose(found[name] / scale, getattr(wanted, name) / scale, atol=1e-12, err_msg=name)
+    assert_equal(run(case, 1, FLOAT64, **options), truth(case, FLOAT64), 1e-12)
 
 
 @pytest.mark.parametrize("trees", [*TREES, *map(random_case, range(8))], ids=str)
@@ -69,7 +46,7 @@ def test_the_oracle_of_trees_is_that_of_the_paths(trees):
     first = np.zeros((len(rows), 1), bool)
     first[np.unique(rows, return_index=True)[1]] = True
     of_paths = oracle.packed_mixer(paths, zxbcdt[rows], weights, np.where(first, dout[rows], 0), case.sizes)
-    of_trees = truth(case, (zxbcdt, weights, dout))
+    of_trees = truth(case, FLOAT64)
     np.testing.assert_allclose(of_trees.out[rows], of_paths.out, rtol=1e-12, atol=1e-13)
     summed = np.zeros_like(of_trees.zxbcdt)
     np.add.at(summed, rows, of_paths.zxbcdt)
@@ -90,11 +67,9 @@ def test_sizes_and_norms(options):
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
 def test_low_precision_errs_as_plain_maths_does(dtype):
     case = mixer_case(MIXED)
-    inputs = random_inputs(case, dtype)
-    found, valid = step(case, dtype, inputs)
-    exact, plain = truth(case, inputs), truth(case, inputs, dtype)
+    made, exact, plain = run(case, 1, dtype), truth(case, dtype), truth(case, dtype, dtype)
     for name in ("out", "zxbcdt"):
-        verdict = judge(found[name][valid], getattr(exact, name)[valid], getattr(plain, name)[valid])
+        verdict = judge(made[name], getattr(exact, name), getattr(plain, name))
         assert verdict.good, f"{name}: {verdict}"
 
 
