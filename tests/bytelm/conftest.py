@@ -6,6 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -24,16 +25,40 @@ def documents(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def batches(documents):
-    """Pack 12 micro-batches by the lengths that each sharding needs; contiguous takes lengths of every kind."""
+def dialogues(tmp_path_factory):
+    """Write a folder of prompts and answers of many lengths."""
+    from texts import write_dialogues
+
+    texts = [("p" * prompt, "a" * answer) for prompt, answer in np.random.default_rng(0).integers(1, 120, (200, 2))]
+    return write_dialogues(tmp_path_factory.mktemp("texts"), texts)
+
+
+@pytest.fixture(scope="session")
+def batches(documents, dialogues):
+    """Pack micro-batches, once: (name, engine) -> more of more tokens for a GPU than for NumPy.
+
+    The name is that of a sharding with its lengths, of which contiguous takes lengths of every kind, or "prompts".
+    """
+    import data
     import runs
 
-    return {sharding: runs.batches(documents, 12, sharding=sharding) for sharding in ("dual_chunk", "contiguous")}
+    @cache
+    def packed(name, engine="reference"):
+        sizes = (200, 512) if engine == "cuda" else (12, 256)
+        if name == "prompts":
+            return runs.batches(dialogues, *sizes, find=data.find_dialogues)
+        return runs.batches(documents, *sizes, sharding=name)
+
+    return packed
 
 
 @pytest.fixture(scope="session")
 def eager(batches):
-    """Run a layout without graphs, once: (layout, accumulate) -> the Run of every rank."""
+    """Run a layout without graphs, once: (layout, accumulate, micro-batches) -> the Run of every rank."""
     import runs
 
-    return cache(lambda layout, accumulate=4: runs.outcome(layout, batches[layout.rule], accumulate))
+    def ran(layout, accumulate=4, name=None, num_batches=12, engine="reference"):
+        training = batches(name or layout.rule, engine)[:num_batches]
+        return runs.outcome(layout, training, accumulate, engine)
+
+    return cache(ran)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -72,6 +72,9 @@ class Layout(NamedTuple):
         return "dual_chunk" if self.method.sharding == "dual_chunk" else "contiguous"
 
 
+TINY = Layout(1, config=SIZES["tiny"])
+
+
 @dataclass(frozen=True)
 class Run:
     """Results of a run, on the host."""
@@ -81,10 +84,11 @@ class Run:
     weights: bytes
     gradient: bytes
     overflows: list[int]  # rounds (of full_iteration: steps) that ran without graphs, up to every step
+    num_captured: int
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """All but the overflows."""
+        """Numbers, validations, weights and gradient, which do not depend on graphs."""
         return self.numbers, self.validations, self.weights, self.gradient
 
 
@@ -98,17 +102,20 @@ def trainer(
                    method.cp_comm_type)  # fmt: skip
 
 
-def num_captured(made: Trainer) -> int:
-    """Return how many graphs were captured."""
-    return sum(captured._graph is not None for captured in made.graphs._captured)
+def num_wanted(way: dict[str, Any], config: Config) -> int:
+    """Count a forward and a backward graph per captured part or layer, and the plan; or a step and a validation."""
+    mixers, layers = config.num_mixers, config.layers
+    parts = {(): layers, ("attn",): layers - mixers, ("mlp",): layers, ("mamba",): mixers}[way.get("modules", ())]
+    return 2 if way["impl"] == "full_iteration" else 1 + 2 * parts
 
 
 def batches(
-    folder: Any, num_batches: int, tokens: int = 256, cp_size: int = 1, sharding: str = "dual_chunk"
+    folder: Any, num_batches: int, tokens: int = 256, cp_size: int = 1, sharding: str = "dual_chunk",
+    find: Callable[[Any], Sequence[data.Document]] = data.find_documents,
 ) -> list[MicroBatch]:
     """Return the first micro-batches of a run, of short pieces, so that their numbers differ."""
     packing = Packing.of(tokens, cp_size, sharding, longest=96)
-    coming = data.micro_batches(data.find_documents(folder), packing, 0, Position(0, 0))
+    coming = data.micro_batches(find(folder), packing, 0, Position(0, 0))
     return [next(coming) for _ in range(num_batches)]
 
 
@@ -126,8 +133,9 @@ def run(
     validations.append(made.bits_per_byte(held_back))
     numbers = [result.numbers().tolist() for result in results]
     assert np.isfinite(numbers).all()
-    return Run(numbers, validations, to_host(made.model.weights).tobytes(), to_host(made.model.gradient).tobytes(),
-               [result.num_overflows for result in results])  # fmt: skip
+    weights, gradient = (to_host(x).tobytes() for x in (made.model.weights, made.model.gradient))
+    num_captured = sum(captured._graph is not None for captured in made.graphs._captured)
+    return Run(numbers, validations, weights, gradient, [result.num_overflows for result in results], num_captured)
 
 
 def on_ranks(ranks: int, program: Callable[[thdattn.comm.Comm], Any]) -> list[Any]:
@@ -138,11 +146,14 @@ def on_ranks(ranks: int, program: Callable[[thdattn.comm.Comm], Any]) -> list[An
 def outcome(
     layout: Layout, training: list[MicroBatch], accumulate: int = 4, engine: str = "reference", **graphs: Any
 ) -> list[Run]:
-    """Return the run of every rank, with a validation every other step."""
+    """Return the run of every rank, with a validation every other step, or four in a long run."""
 
     def program(comm: thdattn.comm.Comm) -> Run:
-        made = trainer(comm, engine, cp_size=layout.cp_size, method=layout.method, config=layout.config, **graphs)
-        return run(made, training, training[:3], accumulate, validate_every=2)
+        options = {"cp_size": layout.cp_size, "method": layout.method, "config": layout.config, **graphs}
+        made = trainer(comm, engine, **options)
+        result = run(made, training, training[:5], accumulate, max(2, len(training) // accumulate // 4))
+        made.graphs.close()
+        return result
 
     return on_ranks(layout.ranks, program)
 

@@ -4,53 +4,30 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
-from functools import cache
-from itertools import islice
 from pathlib import Path
-from statistics import mode
-from typing import NamedTuple
 
 import checkpoint
-import data
 import numpy as np
 import pytest
 import runs
 from held import held
 from launch import run_ranks
 from programs import MISBEHAVE, TRAIN, gpus, losses, options, start
-from runs import EVERY_WAY, way_id, ways_of
+from runs import EVERY_WAY, TINY, way_id, ways_of
 from sizes import SIZES
-from texts import write_dialogues
 
 import thdattn
-from thdattn.arguments import INT32_MAX
 from thdattn.graphs import Upload
 
 pytestmark = pytest.mark.gpu
 
-STEPS, TOKENS = 200, 512
-HYBRID = SIZES["tiny-hybrid"]
 RANKS = Path(__file__).with_name("train_graph_ranks.py")
 FLAT = 16 * 2**20  # bytes that 15 cycles of capture and destruction may cost, if one that leaks costs as many
 
 
-@pytest.fixture(scope="module")
-def batches(documents, tmp_path_factory):
-    """Pack documents by the lengths that each sharding needs; and prompts, some longer than a micro-batch."""
-    made = {sharding: runs.batches(documents, STEPS, TOKENS, sharding=sharding)
-            for sharding in ("dual_chunk", "contiguous")}  # fmt: skip
-    lengths = [*np.random.default_rng(0).integers(1, 120, (200, 2)), (2000, 40)]
-    texts = [("p" * prompt, "a" * answer) for prompt, answer in lengths]
-    dialogues = data.find_dialogues(write_dialogues(tmp_path_factory.mktemp("texts"), texts))
-    packing = data.Packing.of(TOKENS, 1, "dual_chunk")
-    made["prompts"] = list(islice(data.micro_batches(dialogues, packing, 0, data.Position(0, 0)), 40))
-    return made
-
-
 @pytest.fixture
 def dual(batches):
-    return batches["dual_chunk"]
+    return batches("dual_chunk", "cuda")
 
 
 @pytest.fixture(scope="module")
@@ -59,89 +36,13 @@ def comm(cupy):
         yield comm
 
 
-def outcome(comm, batches, accumulate=1, **graphs):
-    """Return the run, and how many of its graphs were captured."""
-    made = runs.trainer(comm, "cuda", **graphs)
-    result = runs.run(made, batches, batches[:6], accumulate, 50 if len(batches) == STEPS else 10)
-    captured = runs.num_captured(made)
-    made.graphs.close()
-    return result, captured
-
-
-class Case(NamedTuple):
-    """Batches of a run, steps of `accumulate` of them, and a room that some do not fit; None: all fit."""
-
-    num_batches: int
-    accumulate: int
-    room: Callable[[list[int]], int] | None = None
-    batches: str = "dual_chunk"
-    single_pool: bool = True
-
-
-CASES = {
-    "one": Case(STEPS, 1), "two": Case(40, 2), "some-one": Case(STEPS, 1, mode),
-    "some-one-pools": Case(STEPS, 1, mode, single_pool=False), "some-eight": Case(STEPS, 8, lambda n: max(n) - 1),
-    "prompts": Case(40, 2, batches="prompts"), "hybrid": Case(60, 2, lambda n: max(n) - 1, "contiguous"),
-}
-# By batches, if it is not the tiny model.
-MODELS = {"contiguous": {"config": HYBRID, "method": runs.Method("a2a", "contiguous")}}
-
-
-def config_of(batches):
-    return MODELS.get(batches, {}).get("config", SIZES["tiny"])
-
-
-@pytest.fixture(scope="module")
-def eager(comm, batches):
-    """Run a case without graphs: (number of batches, accumulate, their name) -> Run."""
-    return cache(lambda num, accumulate, name: outcome(
-        comm, batches[name][:num], accumulate, **MODELS.get(name, {}))[0])  # fmt: skip
-
-
-def wanted_graphs(way, config=SIZES["tiny"]):
-    """Count a forward and a backward per captured part or layer, and the plan; or a step and a validation."""
-    mixers, layers = config.num_mixers, config.layers
-    parts = {(): layers, ("attn",): layers - mixers, ("mlp",): layers, ("mamba",): mixers}[way.get("modules", ())]
-    return 2 if way["impl"] == "full_iteration" else 1 + 2 * parts
-
-
-@pytest.mark.parametrize(
-    ("name", "way"), [(name, way) for name, case in CASES.items() for way in ways_of(config_of(case.batches))],
-    ids=lambda x: x if isinstance(x, str) else way_id(x),
-)
-def test_steps_are_bitwise_those_without_graphs(comm, batches, eager, name, way):
-    """Losses, norms, validations in between, weights and the last gradient are; also where some batches do not fit."""
-    num, accumulate, room, kind, single_pool = CASES[name]
-    some = batches[kind][:num]
-    documents = [batch.batch.num_seqs for batch in some]
-    assert len(set(documents)) > 1
-    limits = {"max_packed_seqs": room(documents)} if room else {}
-    result, captured = outcome(comm, some, accumulate, single_pool=single_pool, **way, **MODELS.get(kind, {}), **limits)
-    assert captured == wanted_graphs(way, config_of(kind))
-    wanted = runs.overflows(some, room(documents) if room else INT32_MAX, accumulate, 1, way["impl"])
-    assert result.overflows == wanted
-    if room:
-        steps = runs.overflows(some, room(documents), accumulate, 1, "full_iteration")
-        assert 0 < steps[-1] < len(steps) - 10, "no step is eager, or too few are replayed"
-    assert result.results == eager(num, accumulate, kind).results
-
-
 @pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_sums_in_any_order_train_as_well(comm, dual, eager, way):
-    result, _ = outcome(comm, dual, deterministic=False, **way)
-    losses, expected = (np.array(run.numbers)[:, 0] for run in (result, eager(STEPS, 1, "dual_chunk")))
+def test_sums_in_any_order_train_as_well(dual, eager, way):
+    (result,) = runs.outcome(TINY, dual, 1, "cuda", deterministic=False, **way)
+    (wanted,) = eager(TINY, 1, None, len(dual), "cuda")
+    losses, expected = (np.array(run.numbers)[:, 0] for run in (result, wanted))
     np.testing.assert_allclose(losses[:20], expected[:20], rtol=2**-6)
     assert losses[-20:].mean() == pytest.approx(expected[-20:].mean(), rel=0.03)
-
-
-def test_a_captured_step_of_another_number_of_micro_batches_is_refused(comm, dual):
-    made = runs.trainer(comm, "cuda", impl="full_iteration")
-    for begin in range(0, 10, 2):
-        made.step(dual[begin : begin + 2], runs.LR)
-    with pytest.raises(ValueError, match="batches holds 1 micro-batches, wanted 2 as in the captured step"):
-        made.step(dual[:1], runs.LR)
-    assert np.isfinite(made.step(dual[:2], runs.LR).numbers()).all()
-    made.graphs.close()
 
 
 def test_uploads_arrive_in_order_and_wait_for_nothing(cupy):
@@ -175,12 +76,10 @@ def test_the_host_waits_for_no_replayed_step_of_layers(cupy, comm, dual, way):
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use the same GPU's memory")
 @pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_memory_stays_flat_over_20_cycles_of_capture_and_destruction(cupy, comm, dual, way):
+def test_memory_stays_flat_over_20_cycles_of_capture_and_destruction(cupy, dual, way):
     pool, free = cupy.get_default_memory_pool(), []
     for _ in range(20):
-        result, captured = outcome(comm, dual[:8], **way)
-        assert captured == wanted_graphs(way)
-        del result
+        assert runs.outcome(TINY, dual[:8], 1, "cuda", **way)[0].num_captured == runs.num_wanted(way, TINY.config)
         gc.collect()
         pool.free_all_blocks()
         cupy.cuda.Device().synchronize()

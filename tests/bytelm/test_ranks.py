@@ -42,7 +42,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_trains_the_model_of_one_rank(batches, eager, layout):
     """All ranks hold the same bits: losses, norms, validations, gradient, and weights."""
-    first, *others = runs.outcome(layout, batches[layout.rule])
+    first, *others = runs.outcome(layout, batches(layout.rule))
     assert all(run.results == first.results for run in others)
     (alone,) = eager(layout.alone)
     found = differs(first, alone, layout.config)
@@ -52,7 +52,7 @@ def test_every_layout_trains_the_model_of_one_rank(batches, eager, layout):
 @pytest.mark.parametrize("num_batches", [1, 3, 4, 7])
 def test_groups_validate_equally_often_and_count_every_batch_once(batches, monkeypatch, num_batches):
     """Else the ranks of one group would wait at a capture for those of another."""
-    calls, some = {}, batches["dual_chunk"][:num_batches]
+    calls, some = {}, batches("dual_chunk")[:num_batches]
 
     def program(comm):
         trainer = runs.trainer(comm, "reference", cp_size=1)
@@ -151,7 +151,7 @@ def test_a_run_resumes_with_another_method_and_in_another_grid(documents, tmp_pa
 
 def test_speeds_are_of_a_ranks_own_share(batches, tmp_path, monkeypatch):
     """Tokens and MFU count the work of all groups, the attention that of the rank's own, as its time does."""
-    metrics, peak, some = tmp_path / "run.jsonl", 1e12, batches["dual_chunk"][:4]
+    metrics, peak, some = tmp_path / "run.jsonl", 1e12, batches("dual_chunk")[:4]
     args = arguments(monkeypatch, "--metrics", metrics)
     monkeypatch.setattr(measure, "peak_flops", lambda model: peak)
 

@@ -1,13 +1,16 @@
-"""Training with CUDA graphs wanted where there is no GPU: the same code, the same numbers, and batches that do not fit.
+"""Training with CUDA graphs makes the same bits as without, and batches that do not fit run eagerly.
 
-Each wanted graph calls its function, which shows what would be captured, and when.
+Without a GPU each wanted graph calls its function, which shows what would be captured, and when.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from statistics import median_high, mode
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import checkpoint
 import numpy as np
@@ -15,20 +18,54 @@ import pytest
 import runs
 import train
 from programs import NOBODY_INTERRUPTS, arguments, lines_of, small, trained
-from runs import EVERY_WAY, MODEL, Layout, Method, overflows, way_id
+from runs import EVERY_WAY, MODEL, TINY, Layout, Method, overflows, way_id
 from sizes import SIZES
 from texts import HYBRID
 
 import thdattn
+from thdattn.arguments import INT32_MAX
 from thdattn.graphs import Captured, Upload
 
 A2A = Method("a2a", "contiguous")
 WHOLE = [{"impl": "local"}, {"impl": "full_iteration"}]
-LAYOUTS = [
+TINY_HYBRID = Layout(1, A2A, config=SIZES["tiny-hybrid"])
+
+
+def almost_all(documents):
+    return max(documents) - 1
+
+
+class Case(NamedTuple):
+    """Run of some micro-batches, `accumulate` per step.
+
+    room: the most documents of a micro-batch that fits, from those of all; None: all fit.
+    batches: name; None: by the layout's rule for lengths.
+    """
+
+    layout: Layout
+    way: dict[str, Any]
+    num_batches: int = 12
+    accumulate: int = 4
+    room: Callable[[list[int]], int] | None = median_high
+    batches: str | None = None
+    single_pool: bool = True
+    engine: str = "reference"
+
+
+ON_HOST = [
     *((Layout(1), way) for way in EVERY_WAY), (Layout(1, A2A, config=HYBRID), {"impl": "local", "modules": ("mamba",)}),
     *itertools.product([Layout(4, cp_size=2), Layout(2, cp_size=1), Layout(1, A2A, config=HYBRID),
                         Layout(4, Method("a2a+all_gather", "dual_chunk", 2))], WHOLE),
 ]  # fmt: skip
+ON_GPU = {
+    "one": Case(TINY, {}, 200, 1, None), "two": Case(TINY, {}, 40, 2, None), "some-one": Case(TINY, {}, 200, 1, mode),
+    "some-one-pools": Case(TINY, {}, 200, 1, mode, single_pool=False),
+    "some-eight": Case(TINY, {}, 200, 8, almost_all), "prompts": Case(TINY, {}, 40, 2, None, "prompts"),
+    "hybrid": Case(TINY_HYBRID, {}, 60, 2, almost_all),
+}
+CASES = [pytest.param(Case(*case), id=f"{case[0]}-{way_id(case[1])}") for case in ON_HOST] + [
+    pytest.param(case._replace(way=way, engine="cuda"), id=f"{name}-{way_id(way)}", marks=pytest.mark.gpu)
+    for name, case in ON_GPU.items() for way in runs.ways_of(case.layout.config)]  # fmt: skip
 
 
 def single(**options):
@@ -37,23 +74,32 @@ def single(**options):
 
 @pytest.fixture
 def dual(batches):
-    return batches["dual_chunk"]
+    return batches("dual_chunk")
 
 
 # --- the same bits ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layout", "way"), LAYOUTS, ids=lambda x: way_id(x) if isinstance(x, dict) else str(x))
-def test_every_way_makes_the_same_bits_and_counts_what_runs_eagerly(batches, eager, layout, way):
-    """A batch that does not fit makes its round eager in all groups, and a step that is one graph whole."""
-    some = batches[layout.rule]
-    room = sorted(batch.batch.num_seqs for batch in some)[len(some) // 2]
-    groups = layout.ranks // layout.cp_size if layout.cp_size else 1
-    wanted = overflows(some, room, 4, groups, way["impl"])
-    assert 0 < overflows(some, room, 4, groups, "full_iteration")[-1] < 3, "no step, or every one, is eager"
-    found = runs.outcome(layout, some, max_packed_seqs=room, **way)
-    assert [run.overflows for run in found] == [wanted] * layout.ranks
-    assert [run.results for run in found] == [run.results for run in eager(layout)]
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_makes_the_same_bits_and_counts_what_runs_eagerly(batches, eager, case):
+    """A batch that does not fit makes its round eager in all groups, and a step that is one graph whole.
+
+    Losses, norms, validations in between, weights and the last gradient are the same.
+    """
+    layout, way, num_batches, accumulate, room, name, single_pool, engine = case
+    some = batches(name or layout.rule, engine)[:num_batches]
+    documents = [batch.batch.num_seqs for batch in some]
+    most, groups = room(documents) if room else INT32_MAX, layout.ranks // (layout.cp_size or layout.ranks)
+    steps = overflows(some, most, accumulate, groups, "full_iteration")
+    few = 10 if engine == "cuda" else 0
+    assert len(set(documents)) > 1
+    assert not room or 0 < steps[-1] < len(steps) - few, "no step is eager, or too few are replayed"
+    graphs = {"single_pool": single_pool, **way} | ({"max_packed_seqs": most} if room else {})
+    found = runs.outcome(layout, some, accumulate, engine, **graphs)
+    assert [run.overflows for run in found] == [overflows(some, most, accumulate, groups, way["impl"])] * layout.ranks
+    assert {run.num_captured for run in found} == {runs.num_wanted(way, layout.config) if engine == "cuda" else 0}
+    without = eager(layout, accumulate, name, num_batches, engine)
+    assert [run.results for run in found] == [run.results for run in without]
 
 
 @pytest.mark.parametrize(("impl", "replays"), [("local", 9), ("full_iteration", 0)])
@@ -114,13 +160,18 @@ def test_batches_of_other_rows_than_the_first_are_padded_or_run_eagerly(document
     np.testing.assert_array_equal(numbers["local"], numbers["full_iteration"])
 
 
-def test_a_step_of_another_number_of_micro_batches_is_refused_by_name(dual):
-    made = single(impl="full_iteration")
-    made.step(dual[:2], runs.LR)
+@pytest.mark.parametrize("engine", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_captured_step_of_another_number_of_micro_batches_is_refused(dual, engine):
+    made = runs.trainer(thdattn.comm.init("single"), engine, impl="full_iteration")
+    for begin in range(0, 10, 2):
+        made.step(dual[begin : begin + 2], runs.LR)
     with pytest.raises(ValueError, match="batches holds 3 micro-batches, wanted 2 as in the captured step; keep"):
         made.step(dual[:3], runs.LR)
-    local = single(impl="local")
+    assert np.isfinite(made.step(dual[:2], runs.LR).numbers()).all()
+    made.graphs.close()
+    local = runs.trainer(thdattn.comm.init("single"), engine, impl="local")
     assert [local.step(dual[:n], runs.LR).num_overflows for n in (2, 3, 1)] == [0, 0, 0]
+    local.graphs.close()
 
 
 # --- what is captured ------------------------------------------------------------------------------------------
