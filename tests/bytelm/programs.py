@@ -83,7 +83,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, ranks: int, *words: object) -> list
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Trainer, "step", None)
-        thdattn.comm.run_local(ranks, program, timeout=20)
+        thdattn.comm.run_local(ranks, program, timeout=60)
     return failures
 
 

@@ -32,12 +32,27 @@ def running(ranks, words):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+PATIENCE = 120  # seconds that a busy machine may take for what follows at once elsewhere
+
+
 def wait_until(condition, process):
     """Wait until something has happened that a program does on its way."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + PATIENCE
     while not condition():
         assert process.poll() is None and time.monotonic() < limit, process.communicate()
         time.sleep(0.05)
+
+
+def press_until_the_end(process, send):
+    """Send Ctrl-C again and again, as a busy process may hear a press so late that the next one counts as the same.
+
+    Return what it has printed.
+    """
+    limit = time.monotonic() + PATIENCE
+    while process.poll() is None and time.monotonic() < limit:
+        send()
+        time.sleep(interrupt.ONE_PRESS + 0.2)
+    return process.communicate(timeout=PATIENCE)
 
 
 def num_lines(metrics):
@@ -70,7 +85,7 @@ def test_a_signal_to_launcher_and_ranks_stops_all_with_a_checkpoint(documents, t
     with running(2, [TRAIN, *words]) as process:
         wait_until(lambda: num_lines(metrics) > 5, process)
         os.killpg(process.pid, number)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert f"stopped after step {checkpoint.load(tmp_path).step}" in output
     assert lines_of(metrics)[-1]["step"] == checkpoint.load(tmp_path).step
@@ -83,10 +98,9 @@ def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, tmp_path, r
         last = process_ids(tmp_path, ranks, process)[-1]
         for _ in range(2):  # as launcher and terminal may both deliver one press
             os.kill(last, signal.SIGINT)
-        time.sleep(interrupt.ONE_PRESS + 2)
+        time.sleep(interrupt.ONE_PRESS + 0.5)
         assert process.poll() is None, "the first press waits for the end of a micro-batch"
-        os.kill(last, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = press_until_the_end(process, lambda: os.kill(last, signal.SIGINT) if is_running(last) else None)
     assert process.returncode == 130 if ranks == 1 else process.returncode != 0
     assert "Traceback" not in errors
     if ranks == 1:
@@ -98,12 +112,8 @@ def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(docu
     """MPICH's launcher, aborted by the second press, may return 0, so its status is not checked."""
     with running(2, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
         ranks = process_ids(tmp_path, 2, process)
-        for _ in range(2):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGINT)
-            time.sleep(interrupt.ONE_PRESS + 2)
-        output, _ = process.communicate(timeout=20)
-        limit = time.monotonic() + 10
+        output, _ = press_until_the_end(process, lambda: os.killpg(process.pid, signal.SIGINT))
+        limit = time.monotonic() + PATIENCE
         while any(map(is_running, ranks)):
             assert time.monotonic() < limit, "a rank outlives the launcher"
             time.sleep(0.1)
@@ -117,10 +127,10 @@ def test_other_signals_only_ever_ask_for_the_end_after_a_micro_batch(documents, 
     words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
     with running(1, [TRAIN, *words]) as process:
         wait_until(lambda: num_lines(metrics) > 5, process)
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + PATIENCE
         while process.poll() is None and time.monotonic() < limit:
             process.send_signal(number)
             time.sleep(0.01)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert f"stopped after step {checkpoint.load(tmp_path).step}, --resume goes on" in output

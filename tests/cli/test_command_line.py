@@ -29,7 +29,7 @@ def outcomes(problems):
             return str(failure), failure.alone
         return None
 
-    return thdattn.comm.run_local(len(problems), program, timeout=10)
+    return thdattn.comm.run_local(len(problems), program, timeout=60)
 
 
 SILENT = "", False
@@ -68,7 +68,7 @@ def program(comm):
 
 sys.exit(command_line.run(program))
 """)
-    run = run_ranks(2, program, timeout=30)
+    run = run_ranks(2, program, timeout=60)
     assert run.returncode != 0
     assert "Traceback" in run.stderr and "IndexError" in run.stderr
 
