@@ -63,7 +63,9 @@ def test_tiny_model_reaches_the_curve_of_the_cpu(cupy, tmp_path):
 
 @pytest.mark.parametrize(("ranks", "words"), [
     *((ranks, {"sharding": sharding}) for ranks in (1, 2, 4) for sharding in ("dual_chunk", "contiguous")),
-    (1, {"accumulate": 2}), (2, {"cp": 1}), (2, {"cp": 2, "accumulate": 2}), (4, {"cp": 2}),
+    *((ranks, {"cp": cp_size, "accumulate": accumulate, "cuda_graph_impl": impl})
+      for ranks, cp_size, accumulate in ((1, 1, 2), (2, 1, 1), (2, 2, 2), (4, 2, 1))
+      for impl in ("none", "local", "full_iteration")),
     (1, HYBRID), (2, HYBRID), (2, {"cp_comm_type": "all_gather", "cuda_graph_impl": "local", **HYBRID}),
     (4, {"cuda_graph_impl": "full_iteration", **HYBRID}),
 ], ids=str)  # fmt: skip
@@ -75,14 +77,16 @@ def test_gpus_train_as_one_rank_on_the_cpu_does(cupy, tmp_path, on_the_cpu, rank
     gpus(cupy, ranks)
     words = {"size": "tiny", "accumulate": 1} | FEW | words
     process = run(ranks, "cuda", tmp_path, **words)
+    graphs = words.get("cuda_graph_impl", "none") != "none"
     assert f"ranks: {ranks}" in process.stdout and (ranks == 1 or "backend 'nccl'" in process.stdout)
+    assert ("CUDA graphs: " in process.stdout) == graphs
     num_batches = words["accumulate"] * ranks // words.get("cp", ranks)
     wanted = on_the_cpu(words["size"], words["sharding"], num_batches)
     # Two units in the last place of bfloat16 at first.
     assert_same_curve(tmp_path, wanted, *((5, 2**-6) if words["size"] == "tiny-hybrid" else (1, 2**-7)))
     for line in [line for line in lines_of(tmp_path / "run.jsonl") if "loss" in line]:
         assert line["tokens_per_s"] > 0 and (line["mfu"] is None or 0 < line["mfu"] < 1)
-        assert "cuda_graph_impl" in words or line["attention_tflops"] > 0
+        assert graphs or line["attention_tflops"] > 0
 
 
 def test_run_that_goes_on_ends_where_an_uninterrupted_one_does(cupy, tmp_path, on_the_cpu):

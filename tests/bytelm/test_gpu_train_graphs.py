@@ -12,7 +12,7 @@ import pytest
 import runs
 from held import held
 from launch import run_ranks
-from programs import MISBEHAVE, TRAIN, gpus, losses, options, start
+from programs import MISBEHAVE, gpus, options, start
 from runs import EVERY_WAY, TINY, way_id, ways_of
 from sizes import SIZES
 
@@ -110,21 +110,6 @@ def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_s
     process = run_ranks(2, RANKS, str(documents), str(cp_size), str(int(keep_keys)), cp_comm_type, size, timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.count("bitwise the same") == len(ways_of(SIZES[size]))
-
-
-@pytest.mark.parametrize(("ranks", "cp_size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
-@pytest.mark.parametrize("impl", ["local", "full_iteration"])
-def test_a_whole_run_ends_by_itself_and_trains(cupy, documents, tmp_path, ranks, cp_size, impl):
-    gpus(cupy, ranks)
-    words = {"data": documents, "steps": 60, "val_bytes": 2000, "val_every": 20, "accumulate": 2, "cp": cp_size,
-             "sharding": "dual_chunk"}  # fmt: skip
-    for name, graphs in {"graphs": {"cuda_graph_impl": impl}, "eager": {}}.items():
-        process = start(ranks, TRAIN, *options(metrics=tmp_path / name, **words, **graphs), timeout=200)
-        assert process.returncode == 0, process.stdout + process.stderr
-        assert ("CUDA graphs: " in process.stdout) == bool(graphs) and "cannot capture" not in process.stdout
-    graphs, eager = (losses(tmp_path / name) for name in ("graphs", "eager"))
-    np.testing.assert_allclose(graphs[:10], eager[:10], rtol=2**-6)
-    assert np.mean(graphs[-10:]) == pytest.approx(np.mean(eager[-10:]), rel=0.03)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -28,10 +28,12 @@ from thdattn.plan import key_transfers
 
 A2A, GATHER, RING = (Method(kind, "contiguous") for kind in ("a2a", "all_gather", "p2p"))
 LAYOUTS = [
-    Layout(2), Layout(4, cp_size=2), Layout(2, cp_size=1), Layout(3, Method("all_gather", "balanced")),
-    Layout(4, A2A), Layout(2, Method("p2p", "dual_chunk")), Layout(4, Method("a2a+all_gather", "dual_chunk", 2)),
-    Layout(4, Method("a2a+p2p", "dual_chunk", 2)), Layout(4, Method("a2a+all_gather", "balanced", 2), 2),
-    *(Layout(*layout, config=HYBRID) for layout in [(2, GATHER), (4, RING), (4, A2A, 2)]),
+    Layout(4, cp_size=2), Layout(3, Method("all_gather", "balanced")), Layout(4, A2A),
+    Layout(4, Method("a2a+p2p", "dual_chunk", 2)), Layout(4, RING, config=HYBRID), Layout(4, A2A, 2, HYBRID),
+]  # fmt: skip
+MORE_LAYOUTS = [
+    Layout(2), Layout(2, cp_size=1), Layout(2, Method("p2p", "dual_chunk")), Layout(2, GATHER, config=HYBRID),
+    Layout(4, Method("a2a+all_gather", "dual_chunk", 2)), Layout(4, Method("a2a+all_gather", "balanced", 2), 2),
 ]  # fmt: skip
 
 
@@ -39,7 +41,8 @@ LAYOUTS = [
 
 
 @pytest.mark.usefixtures("poisoned_host")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [
+    *LAYOUTS, *(pytest.param(layout, marks=pytest.mark.exhaustive) for layout in MORE_LAYOUTS)], ids=str)
 def test_every_layout_trains_the_model_of_one_rank(batches, eager, layout):
     """All ranks hold the same bits: losses, norms, validations, gradient, and weights."""
     first, *others = runs.outcome(layout, batches(layout.rule))

@@ -18,34 +18,6 @@ import thdattn
 from thdattn.graphs import Graphs
 
 
-class AtOnce(thdattn.CPAttention):
-    """Attention that sends nothing before it is needed, and has all gradients when the backward returns."""
-
-    def gather(self, k, v, plan):
-        return None
-
-    def start_backward(self, dout, saved, keys=None):
-        dq, dk, dv = self.backward(dout, saved)
-        return dq, lambda: (dk, dv)
-
-
-@pytest.mark.usefixtures("poisoned_host")
-@pytest.mark.parametrize(("cp_size", "keep_keys"), [(2, False), (4, True)])
-def test_order_of_work_changes_no_bit(documents, monkeypatch, cp_size, keep_keys):
-    """Losses, norms, weights and gradients over some steps are the same."""
-    batches = runs.batches(documents, 8, cp_size=cp_size)
-
-    def program(comm):
-        made = runs.trainer(comm, "reference")
-        for attention in made.model.attentions:
-            attention.keep_keys = keep_keys
-        return runs.run(made, batches, batches[:2], accumulate=2)
-
-    split = thdattn.comm.run_local(cp_size, program)
-    monkeypatch.setattr(thdattn, "CPAttention", AtOnce)
-    assert split == thdattn.comm.run_local(cp_size, program)
-
-
 def order_of_work(cp_size):
     """Return the names of each rank's work in a forward and backward, as far as it starts or overlaps communication."""
     fitted = thdattn.PackedBatch.from_lengths(LENGTHS, 2 * cp_size)

@@ -52,20 +52,24 @@ class Case(NamedTuple):
     engine: str = "reference"
 
 
+LEVELS = Layout(4, Method("a2a+all_gather", "dual_chunk", 2))
 ON_HOST = [
     *((Layout(1), way) for way in EVERY_WAY), (Layout(1, A2A, config=HYBRID), {"impl": "local", "modules": ("mamba",)}),
-    *itertools.product([Layout(4, cp_size=2), Layout(2, cp_size=1), Layout(1, A2A, config=HYBRID),
-                        Layout(4, Method("a2a+all_gather", "dual_chunk", 2))], WHOLE),
+    *((Layout(4, cp_size=2), way) for way in WHOLE),
 ]  # fmt: skip
+MORE_ON_HOST = itertools.product([Layout(2, cp_size=1), Layout(1, A2A, config=HYBRID), LEVELS], WHOLE)
 ON_GPU = {
     "one": Case(TINY, {}, 200, 1, None), "two": Case(TINY, {}, 40, 2, None), "some-one": Case(TINY, {}, 200, 1, mode),
     "some-one-pools": Case(TINY, {}, 200, 1, mode, single_pool=False),
     "some-eight": Case(TINY, {}, 200, 8, almost_all), "prompts": Case(TINY, {}, 40, 2, None, "prompts"),
     "hybrid": Case(TINY_HYBRID, {}, 60, 2, almost_all),
 }
-CASES = [pytest.param(Case(*case), id=f"{case[0]}-{way_id(case[1])}") for case in ON_HOST] + [
-    pytest.param(case._replace(way=way, engine="cuda"), id=f"{name}-{way_id(way)}", marks=pytest.mark.gpu)
-    for name, case in ON_GPU.items() for way in runs.ways_of(case.layout.config)]  # fmt: skip
+CASES = [
+    *(pytest.param(Case(*case), id=f"{case[0]}-{way_id(case[1])}", marks=marks)
+      for cases, marks in ((ON_HOST, ()), (MORE_ON_HOST, pytest.mark.exhaustive)) for case in cases),
+    *(pytest.param(case._replace(way=way, engine="cuda"), id=f"{name}-{way_id(way)}", marks=pytest.mark.gpu)
+      for name, case in ON_GPU.items() for way in runs.ways_of(case.layout.config)),
+]  # fmt: skip
 
 
 def single(**options):
