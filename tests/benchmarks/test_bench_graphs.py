@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +9,6 @@ import pytest
 import thdattn
 
 pytest.importorskip("cupy")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_graphs
 

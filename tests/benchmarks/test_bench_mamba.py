@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_mamba
 import mamba_cp

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_reorder
 

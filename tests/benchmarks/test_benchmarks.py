@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import record
 from workloads import CASES, PACK_TOKENS, Case, document_pack, lognormal_pack
 
@@ -59,20 +55,25 @@ def test_rows_round_trip_and_replace_only_their_own_measurement(tmp_path):
     path = tmp_path / "results" / "attention.csv"
     first = [row("a, b", "ours", "forward", "called", "1.5", "300"), row("a, b", "fa4", "forward", "called", "", "")]
     assert record.save(path, first, KEY) == first == record.load(path)
-    other_gpu = [row("a, b", "ours", "forward", "called", "9", "50", gpu="A100")]
-    record.save(path, other_gpu, KEY)
+    others = [row("a, b", "ours", "forward", "called", "9", "50", gpu="A100")]
+    record.save(path, others, KEY)
     again = [row("a, b", "ours", "forward", "called", "1.0", "450")]
-    assert record.save(path, again, KEY) == [first[1], *other_gpu, *again] == record.load(path)
-
-
-def test_older_rows_keep_blanks_in_columns_that_they_lack(tmp_path):
-    path = tmp_path / "attention.csv"
-    older = row("one", "ours", "forward", "called", "1", "2")
-    record.save(path, [older | {"gone": "x"}], KEY)
+    assert record.save(path, again, KEY) == [first[1], *others, *again] == record.load(path)
     newer = row("two", "ours", "forward", "called", "3", "4") | {"ms_p10": "2.5"}
     rows = record.save(path, [newer], KEY)
-    assert rows == record.load(path) == [older | {"gone": "x", "ms_p10": ""}, newer | {"gone": ""}]
-    assert np.isnan(record.Times(rows).value("ms_p10", "one", "ours", "forward", "called"))
+    assert rows == record.load(path) == [*(older | {"ms_p10": ""} for older in (first[1], *others, *again)), newer]
+    assert np.isnan(record.Times(rows).value("ms_p10", "a, b", "ours", "forward", "called"))
+
+
+def test_a_program_adds_rows_with_what_they_were_measured_on_and_shows_all(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(record, "provenance", lambda ranks: {"gpu": "H100", "ranks": str(ranks)})
+    made = record.Recorder("attention", tmp_path / "a.csv", ("gpu", "case"), 2, {"transport": "peer"})
+    made.add([{"case": "one"}])
+    made.add([{"case": "two"}], writes=False)
+    one, two = ({"gpu": "H100", "ranks": "2", "transport": "peer", "case": case} for case in ("one", "two"))
+    assert record.load(tmp_path / "a.csv") == [one] and made.rows == [one, two]
+    made.show(lambda rows: [f"{len(rows)} rows"])
+    assert capsys.readouterr().out.startswith(f"2 rows\n\nwrote {tmp_path / 'a.csv'}; ")
 
 
 def test_spread_of_few_samples_is_their_range():
@@ -106,17 +107,11 @@ def test_host_time_is_that_of_a_usual_call_and_not_the_mean(monkeypatch):
     assert float(record.timed(timing.host(call, 2))["ms"]) == pytest.approx(2.5)
 
 
-@pytest.mark.parametrize("name", ["ours", "deterministic"])
-def test_only_the_deterministic_peer_asks_for_it(name, monkeypatch):
+def test_only_the_deterministic_peer_asks_for_it():
     pytest.importorskip("cupy")
     import peers
 
-    monkeypatch.setattr(peers.cupy, "asarray", lambda x: x)
-    case = Mock(batch=CASES["64x256"].batch, key_batch=CASES["64x256"].key_batch)
-    attention = case.attention.return_value
-    attention.forward.return_value, attention.sinks, attention.softcap = (None, None), False, 0.0
-    peers.PEERS[name](case, peers.Inputs(None, None, None, None))
-    case.attention.assert_called_once_with("cuda", **{"deterministic": True} if name == "deterministic" else {})
+    assert peers.PEERS["deterministic"].options == {"deterministic": True} and peers.PEERS["ours"].options == {}
 
 
 # --- a run of bench_attention on a machine whose GPU is faked ----------------------------------------------------
