@@ -77,8 +77,8 @@ class ByCollectives(Comm):
         self.name, self.devices, self.sum_dtypes = real.name, real.devices, real.sum_dtypes
         self.capturable, self._gpu = real.capturable, real._gpu
 
-    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
-        return self.real.watched(what, array)
+    def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        return self.real._watched(what, array)
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         rows = len(send)

@@ -21,7 +21,7 @@
 | `thdattn.oracle` | attention in float64, and the accuracy rule; `import thdattn.oracle` |
 """
 
-from thdattn import comm, graphs
+from thdattn import comm, graphs, timeline
 from thdattn.attention import CPAttention
 from thdattn.kv_cache import KVCache
 from thdattn.mamba.cache import Mamba2Cache
@@ -57,6 +57,7 @@ __all__ = [
     "__version__",
     "comm",
     "graphs",
+    "timeline",
     "varlen_attention",
     "varlen_attention_backward",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import thdattn
 from thdattn import fuzz
-from thdattn.cli import advise, pack_stats
+from thdattn.cli import advise, pack_stats, timeline
 from thdattn.cli.check import check
 from thdattn.cli.info import info
 
@@ -50,9 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      "It packs your documents as training does and counts them.",
                                      "--data DIR --tokens 16384 --accumulate 16 --groups 2 --plot packs.png",
                                      "--lengths lengths.csv --tokens 16384"))
+    timeline.add_arguments(command("timeline", "draw what all ranks compute and exchange in a step of attention",
+                                   "Under mpiexec or srun it records the real ranks, else simulated ones.",
+                                   "--output step.svg", "--method p2p --lengths 8192,16x512 --output step.png"))
     chosen = parser.parse_args(arguments)
     if chosen.command == "fuzz":
         return fuzz.fuzz(chosen)
+    if chosen.command == "timeline":
+        return timeline.timeline(chosen)
     if chosen.command in ("info", "check"):
         return info() if chosen.command == "info" else check(chosen.engine)
     try:

@@ -165,7 +165,7 @@ def test_a_block_is_watched_by_both_parts(monkeypatch):
             seen.append(f"end of {self.said}")
 
     for name in ("inner", "outer"):
-        part = SimpleNamespace(watched=lambda what, array, name=name: Watched(name, what))
+        part = SimpleNamespace(_watched=lambda what, array, name=name: Watched(name, what))
         monkeypatch.setattr(levels, name, part)
     with levels.watched("replay"):
         seen.append("block")

@@ -22,6 +22,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import itertools
 import math
 import random
 import sys
@@ -76,13 +77,22 @@ def addresses(x):
 
 
 class Event:
+    """stream: where it was recorded; time: how many events were reached before it."""
+
     def __init__(self, disable_timing=True):
-        self.mark = object()
+        self.mark, self.stream, self.time = object(), None, None
 
     def record(self, stream):
-        mark = self.mark
-        stream.put(lambda reached: reached.add(mark))
+        def reach(reached):
+            reached.add(self.mark)
+            self.time = next(stream.machine.clock)
+
+        self.stream = stream
+        stream.put(reach)
         return self
+
+    def synchronize(self):
+        """Everything is done, or nothing before run()."""
 
 
 class Stream:
@@ -196,6 +206,7 @@ class Machine:
         self.size, self.seed, self.random = size, seed, random.Random(seed)
         self.gpus, self.lock, self._present = [Gpu(rank) for rank in range(size)], threading.RLock(), threading.local()
         self.streams, self.reached, self.graph = [], set(), None
+        self.clock = itertools.count()
         self._memories, self._places, self._pools = {}, [], defaultdict(list)
 
     def become(self, rank):
@@ -348,7 +359,8 @@ class Machine:
         made.machine, made.asarray, made.get_default_memory_pool = self, self.asarray, lambda: self.gpu
         made.ndarray = lambda shape, dtype, place, strides=None: self.array(shape, dtype, place, strides)
         made.cuda = SimpleNamespace(
-            runtime=runtime, Event=Event, get_current_stream=lambda: self.stream, Stream=self._stream,
+            runtime=runtime, Event=Event, get_elapsed_time=lambda begin, end: end.time - begin.time,
+            get_current_stream=lambda: self.stream, Stream=self._stream,
             Device=lambda: Device(self), Memory=lambda size: Memory(self, size),
             UnownedMemory=lambda pointer, size, owner: SimpleNamespace(ptr=pointer),
             MemoryPointer=lambda memory, offset: memory.ptr + offset)  # fmt: skip

@@ -18,9 +18,9 @@ PACKAGE = SOURCE / "thdattn"
 
 # A folder, or a module beside the folders, imports from itself and from those before it.
 LAYERS = [
-    "arguments", "install", "trees", "packing", "balance", "capacity", "sharding", "oracle", "kernels", "jit", "comm",
-    "plan", "kv_cache", "checks", "methods", "saved", "engines", "attention", "mamba", "varlen", "graphs", "costs",
-    "torch", "cli", "fuzz", "__main__",
+    "arguments", "install", "trees", "packing", "balance", "capacity", "sharding", "oracle", "kernels", "spans", "jit",
+    "comm", "plan", "kv_cache", "checks", "methods", "saved", "engines", "attention", "mamba", "varlen", "graphs",
+    "timeline", "costs", "torch", "cli", "fuzz", "__main__",
 ]
 CONTRACT = "engines"  # what an engine has to do, without any: all may import it
 EXCEPTIONS = {("comm.peer.shared_memory", "plan.memory"), ("comm.beside.blocks", "plan.memory")}
@@ -33,7 +33,7 @@ WHEN_LOADED = {"cupy": {"jit.compiler", "jit.tensor_map", *(f"engines.cuda.{name
                "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.local", "comm.nccl", "comm.beside.blocks", "comm.beside.transport",
                  "comm.peer.shared_memory", "comm.peer.windows", "engines.select", "graphs.capture", "graphs.upload",
-                 "cli.info", "costs.measure", "varlen"},
+                 "cli.info", "costs.measure", "spans", "varlen"},
         "mpi4py": {"comm.mpi", "comm.nccl", "cli.info"}, "torch": {"torch", "comm.torch"}, "jax": set()}
 
 

@@ -16,7 +16,7 @@ from launch import SOURCE
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 MODULES = ["thdattn", "thdattn.comm", "thdattn.costs", "thdattn.graphs", "thdattn.oracle",
-           pytest.param("thdattn.torch", marks=NEEDS_TORCH)]
+           "thdattn.timeline", pytest.param("thdattn.torch", marks=NEEDS_TORCH)]
 
 
 def public(module):
@@ -126,7 +126,8 @@ def named(function):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_type_in_a_public_signature_is_public(name):
-    offered = {id(x) for one in ("thdattn", "thdattn.comm", "thdattn.costs", "thdattn.graphs", "thdattn.oracle")
+    offered = {id(x) for one in ("thdattn", "thdattn.comm", "thdattn.costs", "thdattn.graphs", "thdattn.oracle",
+                               "thdattn.timeline")
                for x in public(importlib.import_module(one)).values()}  # fmt: skip
     hidden = set()
     for label, x in public(importlib.import_module(name)).items():

@@ -20,11 +20,16 @@ PICTURES = (".png", ".pdf", ".svg")
 INLINE = re.compile(r"(?:(\d{1,7})x)?(\d{1,9})")  # one part between commas: a length, or NxL
 
 
-def add_documents(parser: argparse.ArgumentParser) -> None:
-    """Add --lengths and --data, of which a user passes one; `document_lengths` reads them."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--lengths", metavar="LENGTHS",
-                        help="tokens of each document, as in 24576,8x1024, or a file with one number per line")
+def add_documents(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add --lengths and --data, of which a user passes one; `document_lengths` reads them.
+
+    Args:
+        default: of --lengths; None: the user has to pass one of the two.
+    """
+    source = parser.add_mutually_exclusive_group(required=default is None)
+    source.add_argument("--lengths", metavar="LENGTHS", default=default,
+                        help="tokens of each document, as in 24576,8x1024, or a file with one number per line"
+                             + (f" (default: {default})" if default else ""))
     source.add_argument("--data", type=Path, metavar="DIR",
                         help="take the files in this folder and below it as documents; one byte is one token")
 
@@ -94,8 +99,8 @@ def _lengths_below(folder: Path) -> Lengths:
     return sizes[sizes > 0]
 
 
-def check_picture(path: Path | None) -> None:
-    """Check that --plot can be drawn, before anything is computed; None is no picture.
+def check_picture(path: Path | None, option: str = "--plot") -> None:
+    """Check that the picture of an option can be drawn, before anything is computed; None is no picture.
 
     Raises:
         ValueError: a name of another kind of file, a folder that does not exist, or Matplotlib is missing.
@@ -103,9 +108,9 @@ def check_picture(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"--plot is {path}, wanted a name that ends in one of {', '.join(PICTURES)}; rename it")
+        raise ValueError(f"{option} is {path}, wanted a name that ends in one of {', '.join(PICTURES)}; rename it")
     if not path.parent.is_dir():
-        raise ValueError(f"--plot is {path}, wanted a file in a folder that exists; make {path.parent} first, or name "
-                         f"another place")
+        raise ValueError(f"{option} is {path}, wanted a file in a folder that exists; make {path.parent} first, or "
+                         f"name another place")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--plot needs Matplotlib; install it with: {remedy('examples')}")
+        raise ValueError(f"{option} needs Matplotlib; install it with: {remedy('examples')}")

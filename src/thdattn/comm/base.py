@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from thdattn import spans
 from thdattn.arguments import INT32_MAX, as_choice, as_count
 from thdattn.comm.agreement import Fields, settle
 from thdattn.comm.checks import ArgumentChecks
@@ -251,7 +252,8 @@ class Comm(ArgumentChecks, CollectivesInTurn):
             what: the operation, for the message.
             array: an array whose shape and dtype are for the message.
         """
-        return _UNWATCHED
+        watch = self._watched(what, array)
+        return spans.watched(watch, what, array) if spans.active else watch
 
     def before_close(self, action: Callable[[], None]) -> None:
         """Register an action that runs first when the comm is closed, such as destroying graphs of its collectives.
@@ -278,6 +280,10 @@ class Comm(ArgumentChecks, CollectivesInTurn):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
+
+    def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        """Return the block of `watched`; timelines do not show it."""
+        return _UNWATCHED
 
     @abstractmethod
     def _all_gather(self, send: Any, recv: Any) -> None: ...

@@ -56,8 +56,8 @@ class Levels(Comm):
             part.before_close(self._act_before_close)
 
     @contextmanager
-    def watched(self, what: str, array: Any = None) -> Iterator[None]:
-        with self.inner.watched(what, array), self.outer.watched(what, array):
+    def _watched(self, what: str, array: Any = None) -> Iterator[None]:
+        with self.inner._watched(what, array), self.outer._watched(what, array):
             yield
 
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]:

@@ -46,7 +46,7 @@ class MpiComm(Comm):
         self._watch = watch(world, timeout)
         find_ranks(world, self._watch)
 
-    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+    def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
         return self._watch.waiting(what, array)
 
     def _all_gather(self, send: Any, recv: Any) -> None:
@@ -63,21 +63,21 @@ class MpiComm(Comm):
         self._wait_for_all(requests + [self._world.Isend(part, peer) for part, peer in sends])
 
     def _barrier(self) -> None:
-        with self.watched("barrier"):
+        with self._watched("barrier"):
             self._world.Barrier()
 
     def _gather_values(self, value: Any) -> Sequence[Any]:
-        with self.watched("agree"):
+        with self._watched("agree"):
             values: list[Any] = self._world.allgather(value)
         return values
 
     def _split(self, color: int, key: int) -> Comm:
-        with self.watched("split"):
+        with self._watched("split"):
             world = self._world.Split(color, key)
         return type(self)(world, self._watch.timeout, self.no_gpus)
 
     def _close(self) -> None:
-        with self.watched("close"):
+        with self._watched("close"):
             free(self._world)
 
 

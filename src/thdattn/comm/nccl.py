@@ -106,7 +106,7 @@ class NcclComm(Comm):
         taken = f"'nccl': {self.no_peer_memory}" if self.no_peer_memory else "'peer'"
         return f"<NcclComm rank {self.rank} of {self.size}, transport {taken}>"
 
-    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+    def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
         lane = self._lane()
         return nullcontext() if lane is None else self._watch.enqueued(lane, what, array)
 
@@ -194,7 +194,7 @@ class NcclComm(Comm):
         if self._beside is None:
             return super().owner_partials(shapes, largest, at_once)
         self._check_open()
-        with self.watched("memory for partial sums"):
+        with self._watched("memory for partial sums"):
             return self._beside.owner_partials(shapes, largest, at_once)
 
     def reduce_partials(
@@ -248,7 +248,7 @@ class NcclComm(Comm):
         """Return a watched wait: the current stream waits for another one, which waits for other ranks."""
 
         def watched() -> None:
-            with self.watched(what):
+            with self._watched(what):
                 wait()
 
         return watched

@@ -70,7 +70,7 @@ class TorchComm(Comm):
             self._watch.start()
             self._watch.find_ranks(self.rank, self._gather_values)
 
-    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+    def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
         if self._gpu is None or isinstance(array, np.ndarray):
             return self._on_host(what, array)
         stream = self._cupy.cuda.get_current_stream()

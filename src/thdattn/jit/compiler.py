@@ -21,6 +21,7 @@ import cupy
 import numpy as np
 from cupy.cuda import driver, function, nvrtc
 
+from thdattn import spans
 from thdattn.jit import cache, structs
 from thdattn.kernels import configs, generated
 
@@ -174,6 +175,7 @@ class Kernel:
 
     def __init__(self, name: str, shared_bytes: int = 0):
         cubin, lowered = cached_cubin(name, device_arch())
+        self._name = name
         self._module = function.Module()
         self._module.load(cubin)
         self._function = self._module.get_function(lowered)
@@ -186,20 +188,28 @@ class Kernel:
         """Launch on a stream, CuPy's current one by default. A grid without blocks launches nothing."""
         if all(grid):
             stream = stream or cupy.cuda.get_current_stream()
+            end = spans.begin(self._name, stream) if spans.active else None
             self._function(grid, (block,), args, shared_mem=self._shared_bytes, stream=stream)
+            if end is not None:
+                end()
 
     def launch(self, grid: tuple[int, ...], block: int, arguments: Arguments, early: bool = False) -> None:
         """Launch on the current stream with prepared arguments, in a third of the host's time.
 
         early: by launch_early.
         """
-        if all(grid) and early:
+        if not all(grid):
+            return
+        end = spans.begin(self._name, cupy.cuda.get_current_stream()) if spans.active else None
+        if early:
             launch_early(self._function.ptr, grid, block, self._shared_bytes, arguments)
-        elif all(grid):
+        else:
             x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
             stream = cupy.cuda.get_current_stream().ptr
             driver.launchKernel(
                 self._function.ptr, x, y, z, block, 1, 1, self._shared_bytes, stream, arguments.address, 0)
+        if end is not None:
+            end()
 
 
 class _LaunchAttribute(ctypes.Structure):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from thdattn import spans
 from thdattn.comm import Arrival, PeerExchange, no_wait
 from thdattn.comm.beside import layout
 from thdattn.comm.beside.blocks import PULLED
@@ -164,9 +165,10 @@ class PeerMemory(Transport):
 
     def _pull(self, route: _Route, group: int, window: Window, parts: Sequence[Any]) -> None:
         """Copy a group of the other ranks' heads to its places."""
-        for place, piece in zip(parts, route.groups[group], strict=True):
-            for rank in self._others:
-                piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._stream.ptr)
+        with spans.collective("gather of keys", self._stream):
+            for place, piece in zip(parts, route.groups[group], strict=True):
+                for rank in self._others:
+                    piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._stream.ptr)
 
     def carries(self, sizes: Any) -> bool:
         return True
@@ -191,10 +193,11 @@ class PeerMemory(Transport):
         window.publish(stream)
         self._arrive(window, stream)  # it may still use the memory of recvs
         at = [window.address(peer, slot[self.rank]) for peer, slot in enumerate(slots)]
-        for array, peer in sorted(recvs, key=lambda pair: (pair[1] - self.rank) % self.size):  # ranks begin apart
-            place, rows, width, pitch = rows_of(array)
-            _copy_rows(self._runtime, (place, pitch), (at[peer], width), width, rows, self._stream.ptr)
-            at[peer] += array.nbytes
+        with spans.collective("exchange", self._stream):
+            for array, peer in sorted(recvs, key=lambda pair: (pair[1] - self.rank) % self.size):  # ranks begin apart
+                place, rows, width, pitch = rows_of(array)
+                _copy_rows(self._runtime, (place, pitch), (at[peer], width), width, rows, self._stream.ptr)
+                at[peer] += array.nbytes
         window.take(self._stream)
         return self._arrival(stream)
 
@@ -287,11 +290,12 @@ class PeerMemory(Transport):
         """Copy the other ranks' partial sums of this rank's rows to its own memory; return a PARTIALS of them."""
         partials, at = np.zeros((), PARTIALS), self._place
         partials["of"] = self._gotten["of"]
-        for rank in self._others:
-            for place, size in zip(partials["of"], self._sizes, strict=True):
-                self._copy(at, int(place[rank]), size, self._stream)
-                place[rank] = at
-                at += size
+        with spans.collective("exchange of partial sums", self._stream):
+            for rank in self._others:
+                for place, size in zip(partials["of"], self._sizes, strict=True):
+                    self._copy(at, int(place[rank]), size, self._stream)
+                    place[rank] = at
+                    at += size
         return partials[()]
 
     def close(self) -> None:

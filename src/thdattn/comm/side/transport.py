@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from thdattn import spans
 from thdattn.comm import Arrival, no_wait
 from thdattn.comm.beside import layout
 from thdattn.comm.beside.blocks import RECEIVED, SENT, SLICES, SUMS, Block
@@ -93,7 +94,7 @@ class SideNccl(Transport):
 
     def _gather(self, comm: Any, parts: Sequence[Any], stream: Any) -> None:
         """Enqueue one launch that gathers arrays in which this rank's rows are in place."""
-        with self._together(stream):
+        with self._together("gather of keys", stream):
             for part in parts:
                 count, begin = part.nbytes // self.size, part.data.ptr
                 if count:
@@ -116,7 +117,7 @@ class SideNccl(Transport):
             at += array.nbytes
         self._follow(stream)
         received, places = self._places(recvs)
-        with self._together(self._stream):
+        with self._together("exchange", self._stream):
             for place, peer in places:
                 self._side.recv(address(place), place.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
             for part, peer in parts:
@@ -187,7 +188,7 @@ class SideNccl(Transport):
         """Exchange partial sums; return the addresses of all ranks' partial sums of this rank's rows."""
         uint8, at = self._nccl.NCCL_UINT8, received.address
         partials = np.zeros((), PARTIALS)
-        with self._together(stream):
+        with self._together("exchange of partial sums", stream):
             for of, begin, size in zip(partials["of"], summing.begins, summing.sizes, strict=True):
                 of[self.rank] = begin + self.rank * size
                 for peer in self._others:
@@ -202,7 +203,7 @@ class SideNccl(Transport):
         """Reduce partial sums in place; return the addresses of the sums of this rank's rows."""
         float32, add = self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM
         places = [begin + self.rank * size for begin, size in zip(summing.begins, summing.sizes, strict=True)]
-        with self._together(stream):
+        with self._together("sum of gradients", stream):
             for begin, place, size in zip(summing.begins, places, summing.sizes, strict=True):
                 if size:
                     comm.reduceScatter(begin, place, size // 4, float32, add, stream.ptr)
@@ -238,12 +239,12 @@ class SideNccl(Transport):
         return self._cupy.ndarray((len(like), like.nbytes // len(like)), np.uint8, place)
 
     @contextmanager
-    def _together(self, stream: Any) -> Iterator[None]:
+    def _together(self, what: str, stream: Any) -> Iterator[None]:
         """Have NCCL start the calls of a block together, by one launch on a stream, which is watched.
 
         The host may have to wait for all streams, as where it loads a kernel, before another one waits for this.
         """
-        with self._watched(stream):
+        with spans.collective(what, stream), self._watched(stream):
             self._nccl.groupStart()
             try:
                 yield

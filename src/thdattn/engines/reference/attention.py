@@ -21,6 +21,7 @@ from thdattn.plan.memory import Layer
 from thdattn.plan.owners import partials_of_keys
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
+from thdattn.spans import on_host
 
 Array = NDArray[Any]
 
@@ -45,6 +46,7 @@ def plan_backward(plan: Plan) -> None:
     """Prepare a plan for its first backward, which needs nothing here."""
 
 
+@on_host
 def attn_fwd(
     inputs: ForwardInputs, options: AttentionOptions, outputs: ForwardOutputs = NEW_ARRAYS,
     on_first_part: Callable[[], Any] | None = None,
@@ -123,6 +125,7 @@ def _in_two_parts(
     return out, lse, max_logit if outputs.max_logit else None
 
 
+@on_host
 def attn_bwd(
     inputs: BackwardInputs, options: AttentionOptions, outputs: BackwardOutputs,
     on_first_part: Callable[[Array, Array], None] | None = None,
@@ -188,6 +191,7 @@ def _send_to_owners(dk: Array, dv: Array, partials: Any, places: Array) -> None:
             theirs[places[mine, 1]] = x[mine]
 
 
+@on_host
 def sinks_grad(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
     """Return this rank's partial sum of the gradient of sinks, (num_heads,), dtype of sinks.
 
@@ -204,6 +208,7 @@ def sinks_grad(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
     return grad
 
 
+@on_host
 def rounded(x: Array, dtype: DTypeLike) -> Array:
     """Return a new array of the same numbers in a dtype."""
     return x.astype(dtype)

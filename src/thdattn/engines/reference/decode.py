@@ -11,10 +11,12 @@ from thdattn.engines import AttentionOptions
 from thdattn.kv_cache import KVCache
 from thdattn.plan.mask import in_sight
 from thdattn.plan.plan import Plan
+from thdattn.spans import on_host
 
 Array = NDArray[Any]
 
 
+@on_host
 def attn_decode(
     q: Array, key_ranges: Array, cache: KVCache, options: AttentionOptions, sinks: Array | None = None
 ) -> tuple[Array, Array]:
@@ -56,6 +58,7 @@ def attn_decode(
     return out, lse
 
 
+@on_host
 def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
     """Append new rows to their sequences and update lengths; only mark a sequence that does not fit.
 
@@ -82,6 +85,7 @@ def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
     return ranges.reshape(-1, 2).astype(np.int32)
 
 
+@on_host
 def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
     """Copy sequence i of a pack to sequence i of the cache, and replace the rows there.
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from thdattn.engines.reference.arrays import empty
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
+from thdattn.spans import on_host
 
 if TYPE_CHECKING:
     from thdattn.comm.overlap import PeerExchange
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 
+@on_host
 def to_sequence_order(
     parts: Sequence[Sequence[Array]], plan: Plan, into: Sequence[Array] | None = None,
     own: Sequence[Array] | None = None, peer_exchange: PeerExchange | None = None,
@@ -50,6 +52,7 @@ def _scatter(out: Array, order: Array, rows: Array) -> None:
     out[order[order >= 0]] = rows[order >= 0]
 
 
+@on_host
 def to_rank_order(
     dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None
 ) -> tuple[Array, Array]:
@@ -72,6 +75,7 @@ def to_rank_order(
     return dk_ranks, dv_ranks
 
 
+@on_host
 def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
     """Put row order[t] of each array at t, to send rows to other ranks or to move them between two orders.
 
@@ -85,6 +89,7 @@ def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
         out[order >= 0] = x[order[order >= 0]]
 
 
+@on_host
 def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Array]) -> None:
     """Put rows of two arrays at their places in key buffers: into[order[t]] = x[t], except where order is -1.
 
@@ -97,6 +102,7 @@ def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Arr
         out[order[order >= 0]] = x[order >= 0]
 
 
+@on_host
 def add_partials(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
     """Add the partial sums of dk and dv of this rank's rows, in the order of ranks, and round once.
 
@@ -118,6 +124,7 @@ def add_partials(own: Sequence[Array], back: Sequence[Array], plan: Plan, result
         result[summed] = total[summed]
 
 
+@on_host
 def without_padding(arrays: Sequence[Array], buffers: Sequence[Buffer], plan: Plan) -> list[Array]:
     """Return copies of two arrays in which rows that see no key are 0, because such rows may hold NaN.
 

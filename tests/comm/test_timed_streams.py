@@ -1,0 +1,193 @@
+"""Timelines of GPUs: which stream has the events around each launch, copy and collective, and in which order."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+import fake_nccl
+from fake_gpus import Machine, installed
+from fake_mpi import World
+from peer_programs import HEADS, WIDTH, Pack, Program, machine_of
+
+import thdattn
+from thdattn import spans, timeline
+from thdattn.comm.peer import transport as peer
+from thdattn.jit import compiler
+
+GROUPS = 1, 1, 2
+
+
+def gather(program):
+    Pack(program, program.machine.stream, 3).layer().gather(GROUPS)
+
+
+def gather_at_once(program):
+    keys = Pack(program, program.machine.stream, 3).layer().gather(GROUPS, at_once=True)
+    for _ in keys.in_order():
+        pass
+
+
+def exchange(program):
+    sent, received = (program.engine.empty((5, WIDTH), np.float32) for _ in range(2))
+    other = 1 - program.comm.rank
+    program.memory.exchange([(sent, other)], [(received, other)], sent.nbytes * (1 - np.eye(2, dtype=int)))
+
+
+def add(program, in_rank_order=True, at_once=False):
+    results = [program.engine.empty((3, HEADS, WIDTH), np.float32) for _ in range(2)]
+    program.memory.owner_partials([x.shape for x in results], [x.shape for x in results], at_once)
+    program.memory.reduce_partials(None, results, at_once, in_rank_order)
+
+
+def add_by_nccl(program):
+    add(program, in_rank_order=False)
+
+
+def add_at_once(program):
+    add(program, at_once=True)
+
+
+def recorded(call, by_nccl, seed=0):
+    """Of each of two ranks (recorder, its stream for kernels, its stream for exchanges), after a kernel and a call."""
+    ranks, cliques = [], [fake_nccl.Clique(2) for _ in range(2 * by_nccl)]
+    with machine_of(2, seed) as machine:
+        for rank in range(2):
+            program = Program(machine, rank, cliques)
+            recorder, stream = spans.Recorder(True), machine.stream
+            with mock.patch.dict(spans.active, {threading.get_ident(): recorder}):
+                with spans.computing("kernel"):
+                    stream.launch(lambda: None)
+                call(program)
+            beside = program.memory._stream
+            ranks.append((recorder, stream, beside))
+        machine.run()
+    return ranks
+
+
+GATHER, EXCHANGE = ("exchange", "gather of keys"), ("exchange", "exchange")
+PARTIALS, SUM = ("exchange", "exchange of partial sums"), ("sum", "sum of gradients")
+BARS = {  # of peer memory, and of NCCL: on the current stream, and on the one beside it
+    gather: (([], [GATHER] * 3), ([], [GATHER] * 3)),
+    gather_at_once: (([], [GATHER] * 2), ([GATHER], [GATHER] * 2)),
+    exchange: (([], [EXCHANGE]), ([], [EXCHANGE])),
+    add: (([], [PARTIALS]), ([], [PARTIALS])),
+    add_by_nccl: (([], [PARTIALS]), ([], [SUM])),
+    add_at_once: (([], []), ([PARTIALS], [])),
+}
+
+
+@pytest.mark.parametrize("call", BARS)
+@pytest.mark.parametrize("by_nccl", [False, True], ids=["peer", "nccl"])
+def test_events_are_on_the_stream_that_does_the_work(by_nccl, call):
+    for recorder, stream, beside in recorded(call, by_nccl):
+        on = {stream: [], beside: []}
+        for lane, name, begin, end in recorder._spans:
+            assert begin.stream is end.stream
+            on[begin.stream].append((lane, name))
+        here, there = BARS[call][by_nccl]
+        assert on == {stream: [("compute", "kernel"), *here], beside: there}
+
+
+@pytest.mark.parametrize("call", [gather, exchange, add])
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_between_gpus_begin_when_both_ranks_have_come(call, seed):
+    ranks = [{name: (begin.time, end.time) for _, name, begin, end in recorder._spans}
+             for recorder, *_ in recorded(call, False, seed)]
+    assert all(begin < end for bars in ranks for begin, end in bars.values())
+    came = max(bars.pop("kernel")[1] for bars in ranks)
+    assert all(begin > came for bars in ranks for begin, _ in bars.values())
+
+
+def test_seconds_are_those_of_events_since_one_that_the_host_has_seen():
+    for recorder, *_ in recorded(gather, False):
+        assert len(recorder.spans()) == 4
+        for (lane, name, begin, end), (*names, first, last) in zip(recorder.spans(), recorder._spans, strict=True):
+            assert [lane, name] == names
+            seen = recorder._tied_at, recorder._tied.time
+            assert (begin, end) == pytest.approx([seen[0] + (event.time - seen[1]) / 1000 for event in (first, last)])
+
+
+def test_a_capture_has_no_bars():
+    with machine_of(2, 0) as machine:
+        program, recorder = Program(machine, 0), spans.Recorder(True)
+        gather(program)  # makes the windows
+        with mock.patch.dict(spans.active, {threading.get_ident(): recorder}):
+            machine.graph = {}
+            gather(program)
+            machine.graph = None
+    assert recorder._spans == []
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("name", "lane"), [("thd_attn_fwd<bf16, 64>", "compute"), ("thd_peer_reduce<f16>", "sum"),
+                                            ("thd_peer_exchange<AllGather>", "exchange")])
+def test_a_kernel_is_between_two_events_if_it_is_launched_while_a_timeline_is_recorded(monkeypatch, name, lane, early):
+    with installed(Machine(1)) as machine:
+        machine.become(0)
+        done = []
+
+        def launched(what):
+            return lambda *args, **kwargs: done.append((what, next(machine.clock)))
+
+        monkeypatch.setattr(compiler, "cupy", machine.cupy())
+        monkeypatch.setattr(compiler, "launch_early", launched("early"))
+        monkeypatch.setattr(compiler, "driver", SimpleNamespace(launchKernel=launched("prepared")))
+        kernel, arguments = object.__new__(compiler.Kernel), SimpleNamespace(address=0)
+        vars(kernel).update(_name=name, _function=mock.Mock(side_effect=launched("call"), ptr=0), _shared_bytes=0)
+        recorder, other = spans.Recorder(True), machine._stream(True, 0)
+
+        def launch():
+            kernel.launch((1,), 32, arguments, early)
+            kernel((1, 1), 32, (), other)
+            kernel((1, 0), 32, ())
+            kernel.launch((0,), 32, arguments, early)
+
+        launch()
+        with mock.patch.dict(spans.active, {threading.get_ident(): recorder}):
+            launch()
+        assert [what for what, _ in done] == ["early" if early else "prepared", "call"] * 2
+        bars = [(*names, begin.stream, begin.time < at < end.time)
+                for (*names, begin, end), (_, at) in zip(recorder._spans, done[2:], strict=True)]
+        plain = name.partition("<")[0]
+        assert bars == [(lane, plain, machine.stream, True), (lane, plain, other, True)]
+
+
+def test_ranks_with_gpus_put_their_bars_on_one_axis(monkeypatch):
+    engine = SimpleNamespace(device="cuda", capture=lambda: None)
+    monkeypatch.setattr(timeline, "choose_engine", lambda *_: (engine, "a fake"))
+    with installed(Machine(2)) as machine:
+
+        def program(comm):
+            machine.become(comm.rank)
+            memory = peer.PeerMemory(World(comm))
+            with timeline.record(comm) as found:
+                rows = machine.asarray(np.ones((3, HEADS, WIDTH), np.float32))
+                recv = machine.asarray(np.ones((6, HEADS, WIDTH), np.float32))
+                (arrival,) = memory.gather_heads([rows], [[recv]], False)
+                arrival.wait()
+            memory.close()
+            return found
+
+        found, other = thdattn.comm.run_local(2, program)
+    assert [row[:3] for row in found.rows] == [(rank, *GATHER) for rank in range(2)]
+    assert found.rows == other.rows and found.error > 0
+    assert all(row.begin < row.end for row in found.rows)
+
+
+def test_a_capture_on_one_rank_is_an_error_on_all_ranks(monkeypatch):
+    captures = {rank: SimpleNamespace(device="cuda", capture=lambda rank=rank: rank or None) for rank in range(2)}
+    monkeypatch.setattr(timeline, "choose_engine", lambda _, comm: (captures[comm.rank], "a fake"))
+
+    def program(comm):
+        refused = pytest.raises(ValueError, match="rank 1: it captures a CUDA graph, which does nothing yet; record a")
+        with refused, timeline.record(comm):
+            pytest.fail("it began")
+
+    thdattn.comm.run_local(2, program)
