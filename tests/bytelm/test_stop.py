@@ -100,20 +100,6 @@ def test_all_ranks_leave_the_same_micro_batch_and_weights_stay(documents, monkey
     assert thdattn.comm.run_local(2, program, timeout=60) == [3, 3]
 
 
-def test_a_validation_is_left_between_two_micro_batches(documents):
-    batches = runs.batches(documents, 5)
-    made = runs.trainer(thdattn.comm.init("single"), "reference")
-    checks = iter([None, None, Stopped])
-
-    def check():
-        if error := next(checks):
-            raise error
-
-    with pytest.raises(Stopped):
-        made.bits_per_byte(batches, check)
-    assert next(checks, "none left") == "none left"
-
-
 # --- the program -------------------------------------------------------------------------------------------------
 
 
