@@ -82,8 +82,12 @@ def make_nccl(**overrides):
 
 @pytest.fixture
 def start(monkeypatch):
-    """start(gpus_of_rank, fn): NCCL on ranks that see the given GPUs; returns what fn(comm) made of each rank."""
-    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (None, "stand-ins have none"))
+    """start(gpus_of_rank, fn): NCCL on ranks that see the given GPUs; returns what fn(comm) made of each rank.
+
+    peer: the ranks' peer memory, or None, and why.
+    """
+    found = [(None, "stand-ins have none")]
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: found[-1])
     monkeypatch.setattr(nccl, "_side_nccl", lambda world, module, main: None)
     mine = threading.local()
     opened = []
@@ -103,8 +107,9 @@ def start(monkeypatch):
         opened.append(comm)
         return comm
 
-    def start(gpus_of_rank, fn, stand_in=None):
+    def start(gpus_of_rank, fn, stand_in=None, peer=None, why=""):
         stand_in = stand_in or make_nccl()
+        found.append((peer, why))
         return thdattn.comm.run_local(
             len(gpus_of_rank),
             lambda simulated: fn(join(simulated, gpus_of_rank[simulated.rank], stand_in)),
@@ -246,7 +251,6 @@ def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
 def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
     peer = peer_memory(gather_heads=lambda sends, recvs, at_once: [],
                        reduce_partials=lambda *arguments: thdattn.comm.no_wait)
-    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
     monkeypatch.setattr(nccl.NcclComm, "watched", lambda *arguments: nullcontext())
 
     def program(comm):
@@ -258,20 +262,16 @@ def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
             counts.append(comm.received_bytes)
         return counts
 
-    assert start([[b"\x0a"], [b"\x0b"], [b"\x0c"]], program) == [[640, 960, 1280]] * 3
+    assert start([[b"\x0a"], [b"\x0b"], [b"\x0c"]], program, peer=peer) == [[640, 960, 1280]] * 3
 
 
-def test_peer_memory_waits_within_the_deadline_of_the_comm(start, monkeypatch):
+def test_peer_memory_waits_within_the_deadline_of_the_comm(start):
     made = threading.local()
     peer = peer_memory(wait_within=lambda waiting, _: setattr(made, "watch", waiting.__self__))
-    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
-    assert start([FOUR_GPUS] * 2, lambda comm: made.watch is comm._watch) == [True, True]
+    assert start([FOUR_GPUS] * 2, lambda comm: made.watch is comm._watch, peer=peer) == [True, True]
 
 
-def test_peer_memory_is_not_used_after_the_end(start, monkeypatch):
-    peer = peer_memory()
-    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
-
+def test_peer_memory_is_not_used_after_the_end(start):
     def program(comm):
         comm.close()
         for call in (lambda: comm.gather_heads([np.zeros(3)], []), lambda: comm.owner_partials([], [], True),
@@ -279,14 +279,13 @@ def test_peer_memory_is_not_used_after_the_end(start, monkeypatch):
             with pytest.raises(RuntimeError, match="nccl comm is closed"):
                 call()
 
-    start([FOUR_GPUS] * 2, program)
+    start([FOUR_GPUS] * 2, program, peer=peer_memory())
 
 
 @pytest.mark.parametrize("has_peer_memory", [True, False])
-def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(start, monkeypatch, has_peer_memory):
+def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(start, has_peer_memory):
     said = []
     peer = peer_memory(exchange=lambda *arguments: said.append(arguments) or (lambda: said.append("waits")))
-    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer if has_peer_memory else None, ""))
 
     def program(comm):
         if comm.rank == 0:
@@ -294,19 +293,17 @@ def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(sta
             comm.exchange([], [], none)()
 
     none = np.zeros((2, 2), int)
-    start([FOUR_GPUS] * 2, program)
+    start([FOUR_GPUS] * 2, program, peer=peer if has_peer_memory else None)
     assert said == [([], [], none), "waits"] * has_peer_memory
 
 
 @pytest.mark.parametrize("takes_it", [True, False])
-def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(start, monkeypatch, takes_it):
+def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(start, takes_it):
     said = []
     peer = peer_memory(
         exchanges_by_kernel=lambda swap, at_once: at_once and takes_it,
         all_to_all=lambda *arguments: said.append(arguments),
         exchange=lambda *arguments: said.append("copies") or thdattn.comm.no_wait)
-    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
-    monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
     rows = SliceSpec(0, (0, 0), (0, 3)),
     swap = AllToAllSpec(rows, rows, 12 * (1 - np.eye(2, dtype=int)))
 
@@ -318,7 +315,7 @@ def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(
             return comm.received_bytes, numbers.ctypes.data
         return None
 
-    (received, marks), _ = start([FOUR_GPUS] * 2, program)
+    (received, marks), _ = start([FOUR_GPUS] * 2, program, peer=peer)
     if takes_it:
         assert received == 12
         assert [(given, where) for given, _, _, (where, _) in said] == [(swap, marks)]
@@ -326,17 +323,16 @@ def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(
         assert said == ["copies"]
 
 
-def test_the_kernel_that_gathers_keys_says_where_the_stream_is(start, monkeypatch):
+def test_the_kernel_that_gathers_keys_says_where_the_stream_is(start):
     arrivals = [Arrival([], peer_exchange=PeerExchange("flags", [])), Arrival([])]
     peer = peer_memory(gather_heads=lambda sends, recvs, at_once: arrivals)
-    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
 
     def program(comm):
         made = [comm.gather_heads([np.zeros(3)], [], at_once=True) for _ in range(2)]
         assert all(second.wait is thdattn.comm.no_wait for _, second in made)
         return comm._lane()._numbers.ctypes.data, [first.peer_exchange for first, _ in made]
 
-    for marks, exchanges in start([FOUR_GPUS] * 2, program):
+    for marks, exchanges in start([FOUR_GPUS] * 2, program, peer=peer):
         assert exchanges == [PeerExchange("flags", [], marks, number) for number in (1, 2)]
 
 
@@ -399,10 +395,9 @@ def test_group_takes_the_gpu_of_its_rank_and_is_closed_with_the_comm(start):
 @pytest.mark.parametrize(("reason", "transport"), [
     ("", "'peer'"), ("the ranks are on 2 machines", "'nccl': the ranks are on 2 machines"),
 ])  # fmt: skip
-def test_ranks_say_how_keys_travel_between_them_and_why(start, monkeypatch, reason, transport):
+def test_ranks_say_how_keys_travel_between_them_and_why(start, reason, transport):
     peer = None if reason else peer_memory()
-    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, reason))
-    made = start([FOUR_GPUS] * 2, lambda comm: (repr(comm), comm.no_peer_memory, comm.overlaps))
+    made = start([FOUR_GPUS] * 2, lambda comm: (repr(comm), comm.no_peer_memory, comm.overlaps), None, peer, reason)
     assert made == [(f"<NcclComm rank {rank} of 2, transport {transport}>", reason, not reason) for rank in range(2)]
 
 
