@@ -14,6 +14,7 @@
 | `varlen_attention` | the call of flash-attn, on one rank |
 | `thdattn.torch` | PyTorch with autograd; `import thdattn.torch` |
 | `thdattn.graphs` | CUDA graphs of layers and steps |
+| `thdattn.timeline.record` | what all ranks compute and exchange in a step, as rows and as a picture |
 | `KVCache`, `CPAttention.decode` | decoding |
 | `Mamba2Mixer`, `Mamba2Weights`, `Mamba2Cache` | Mamba-2 layers |
 | `thdattn.comm.Levels`, `thdattn.comm.from_torch` | two levels of ranks; ranks of torch.distributed |

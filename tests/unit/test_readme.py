@@ -71,6 +71,7 @@ def test_the_quick_start_is_the_example_and_prints_what_the_page_shows():
 @pytest.mark.parametrize("command", commands())
 def test_goals_extras_programs_and_options_of_commands_exist(command):
     makefile = (ROOT / "Makefile").read_text()
+    command = re.sub(r"^(mpiexec -n \d+|srun --mpi=\w+) (?=python -m thdattn )", "", command)
     if command.startswith("make "):
         assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE)
     elif command.startswith("pip install "):
