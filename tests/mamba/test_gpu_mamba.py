@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import to_host
-from launch import run_ranks
+from launch import all_done, run_gpu_ranks
 from mixer_cases import (
     BFLOAT16,
     FIELDS,
@@ -35,7 +35,6 @@ from mixer_cases import (
     with_norm,
 )  # fmt: skip
 from ranks import graph_ranks
-from test_gpu_nccl import need_gpus
 
 import thdattn
 from thdattn import oracle
@@ -89,8 +88,9 @@ def kinds(all_sizes, lengths):
     ]  # fmt: skip
 
 
-FORWARD |= (FORWARD_KINDS := named(kinds(ALL_SIZES, (300, 1, 2, 0, 900, 3, 170))))
-BACKWARD |= (BACKWARD_KINDS := named(kinds(ALL_SIZES[:8], SHORT := (130, 1, 2, 0, 70, 3, 20))))
+SHORT = (130, 1, 2, 0, 70, 3, 20)
+FORWARD_KINDS, BACKWARD_KINDS = kinds(ALL_SIZES, (300, 1, 2, 0, 900, 3, 170)), kinds(ALL_SIZES[:8], SHORT)
+ALL_BACKWARD = [*BACKWARD.values(), *BACKWARD_KINDS]
 WIDTHS = [Norm(True, 8), Norm(False, 4), Norm(True, 1), Norm(False, 1)]
 NORM_PACKS = [*ON_GPUS, BACKWARD["segment-edges"], BACKWARD["capacity"]]
 # Groups of 64 columns to 8192, some with a number of threads that is no power of 2.
@@ -131,30 +131,31 @@ def every(check, engines, cases, cp_sizes, dtypes):
 
 
 def some(cases, *names):
-    return [cases[name] for name in names]
+    chosen = [case for case in cases if case.name in names]
+    assert len(chosen) == len(names)
+    return chosen
 
 
 @pytest.mark.parametrize(("engine", "case", "dtype", "cp_size", "check"), [
-    *every(check_out, ENGINES, [case for name, case in FORWARD.items() if name not in FORWARD_KINDS], (1, 3),
-           [BFLOAT16]),
-    *every(check_out, ["cuda"], FORWARD_KINDS.values(), [1], DTYPES),
-    *every(check_out, ["portable"], [*FORWARD_KINDS.values()][:10], [1], [BFLOAT16]),
-    *every(check_out, ["portable"], some(FORWARD, "2-groups-of-64-128"), [1], [FLOAT16]),
+    *every(check_out, ENGINES, FORWARD.values(), (1, 3), [BFLOAT16]),
+    *every(check_out, ["cuda"], FORWARD_KINDS, [1], DTYPES),
+    *every(check_out, ["portable"], FORWARD_KINDS[: len(ALL_SIZES)], [1], [BFLOAT16]),
+    *every(check_out, ["portable"], some(FORWARD_KINDS, "2-groups-of-64-128"), [1], [FLOAT16]),
     *every(check_out, ["cuda"], some(
-        FORWARD, "one-token", "shorter-than-the-convolution", "ranks-of-padding", "segment-edges", "over-all-ranks",
-        "ends-with-a-rank", "many-short"), (2, 4, 8), [BFLOAT16]),
-    *every(check_gradients, ["cuda"], [case for name, case in BACKWARD.items() if name not in BACKWARD_KINDS], (1, 3),
-           [BFLOAT16]),
-    *every(check_gradients, ["cuda"], BACKWARD_KINDS.values(), [1], [BFLOAT16]),
+        FORWARD.values(), "one-token", "shorter-than-the-convolution", "ranks-of-padding", "segment-edges",
+        "over-all-ranks", "ends-with-a-rank", "many-short"), (2, 4, 8), [BFLOAT16]),
+    *every(check_gradients, ["cuda"], BACKWARD.values(), (1, 3), [BFLOAT16]),
+    *every(check_gradients, ["cuda"], BACKWARD_KINDS, [1], [BFLOAT16]),
     *every(check_gradients, ["portable"], some(
-        BACKWARD, "resets-inside-chunks", "segment-edges", "2-groups-of-64-128", "8-groups-of-64-64"), (1, 3),
+        ALL_BACKWARD, "resets-inside-chunks", "segment-edges", "2-groups-of-64-128", "8-groups-of-64-64"), (1, 3),
         [BFLOAT16]),
     *every(check_gradients, ["cuda"], some(
-        BACKWARD, "1-groups-of-64-256", "8-groups-of-64-64", "2-groups-of-64-128", "1-groups-of-128-128",
+        ALL_BACKWARD, "1-groups-of-64-256", "8-groups-of-64-64", "2-groups-of-64-128", "1-groups-of-128-128",
         "segment-edges"), (1, 3), [FLOAT16]),
-    *every(check_gradients, ["portable"], some(BACKWARD, "resets-inside-chunks", "2-groups-of-64-128"), [1], [FLOAT16]),
+    *every(check_gradients, ["portable"], some(
+        ALL_BACKWARD, "resets-inside-chunks", "2-groups-of-64-128"), [1], [FLOAT16]),
     *every(check_gradients, ["cuda"], some(
-        BACKWARD, "resets-inside-chunks", "over-all-ranks", "fewer-rows-than-ranks", "ends-with-a-rank"), (2, 4, 8),
+        ALL_BACKWARD, "resets-inside-chunks", "over-all-ranks", "fewer-rows-than-ranks", "ends-with-a-rank"), (2, 4, 8),
         [BFLOAT16]),
     *every(check_all, ENGINES, [with_norm(case, norm) for norm in WIDTHS[:2] for case in NORM_PACKS], (1, 3),
            [BFLOAT16]),
@@ -501,10 +502,7 @@ def test_packs_through_one_graph_are_the_eager_results(cupy, norm):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_same_with_states_that_travel_in_the_graph(cupy, n):
-    need_gpus(cupy, n)
-    finished = run_ranks(n, Path(graph_ranks.__file__), "mixers", str(n), timeout=200)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("mixers done") == n
+    all_done(run_gpu_ranks(cupy, n, Path(graph_ranks.__file__), "mixers", str(n), timeout=200), n, "mixers")
 
 
 # --- sizes without kernels -------------------------------------------------------------------------------------------

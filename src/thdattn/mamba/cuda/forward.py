@@ -268,8 +268,9 @@ def mixer_scan(inputs: Inputs, act: Activations, states: Array, segments: slice,
     if not reached:
         return
     by_boxes, run = _scan(plan, shape, reached.start, reached.stop)
-    z = shape.parts(inputs.zxbcdt)[0]
-    rows, results = ([act.channels], [y]) if shape.norm else ([act.channels, z], [y, out])  # a norm writes out itself
+    rows, results = [act.channels], [y]
+    if shape.norm is None:  # a norm reads z and writes out instead of the scan
+        rows, results = [act.channels, inputs.zxbcdt[:, : shape.d_inner]], [y, out]
     run(*(map(boxes_of, rows) if by_boxes else rows), act.dt, act.sums, act.leave, states, inputs.weights.D, *results)
 
 
