@@ -13,6 +13,11 @@ LENGTHS = (90, 7, 0, 61, 33, 1, 25, 130)
 MASKS = {"causal": (-1, 0), "full": (-1, -1), "window": (20, 0), "two-sided": (11, 5)}
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(tile_counts, "TILE", 8)
+
+
 def sharded(cp_size, strategy):
     multiple = 2 * cp_size if strategy == "dual_chunk" else 1
     return thdattn.Sharding(thdattn.PackedBatch.from_lengths(LENGTHS, multiple), cp_size, strategy)
@@ -47,8 +52,7 @@ def masks_of_ranks(sharding, window, keys_of=None):
 
 @pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
-def test_pairs_and_tiles_are_those_of_the_mask(strategy, window, monkeypatch):
-    monkeypatch.setattr(tile_counts, "TILE", 8)
+def test_pairs_and_tiles_are_those_of_the_mask(strategy, window, small_tiles):
     sharding = sharded(4, strategy)
     pairs, tiles = tile_counts.pairs_and_tiles(sharding, window)
     masks = list(masks_of_ranks(sharding, window))
@@ -57,8 +61,7 @@ def test_pairs_and_tiles_are_those_of_the_mask(strategy, window, monkeypatch):
 
 
 @pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
-def test_tiles_of_slices_are_those_of_the_mask(window, monkeypatch):
-    monkeypatch.setattr(tile_counts, "TILE", 8)
+def test_tiles_of_slices_are_those_of_the_mask(window, small_tiles):
     sharding = sharded(3, "dual_chunk")
     tiles = tile_counts.tiles_of_slices(sharding, window)
     for other in range(3):
@@ -67,8 +70,7 @@ def test_tiles_of_slices_are_those_of_the_mask(window, monkeypatch):
 
 
 @pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
-def test_own_tiles_are_those_that_need_no_row_of_another_rank(window, monkeypatch):
-    monkeypatch.setattr(tile_counts, "TILE", 8)
+def test_own_tiles_are_those_that_need_no_row_of_another_rank(window, small_tiles):
     sharding = sharded(4, "balanced")
     found = tile_counts.own_tiles(sharding, window)
     for rank, mask in enumerate(masks_of_ranks(sharding, window)):
