@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 
+import mixer_cases
 import numpy as np
 import pytest
 from cases import Case
@@ -65,6 +66,21 @@ def test_bars_of_a_rank_follow_each_other_and_a_collective_begins_everywhere_bef
         if way.inner is None:
             assert max(row.begin for row in same) <= min(row.end for row in same) + found.error
     assert found.hidden == 0, "the host does one thing after another"
+
+
+def test_the_functions_of_a_mixer_have_bars():
+    case = mixer_cases.CASES["over-all-ranks"]
+
+    def program(comm):
+        inputs = mixer_cases.random_inputs(case, "float32")
+        with timeline.record(comm) as found:
+            mixer_cases.run_rank(case, comm, "float32", inputs)
+        return found
+
+    found = thdattn.comm.run_local(2, program)[0]
+    for rank in range(2):
+        names = {row.name for row in found.rows if (row.rank, row.lane) == (rank, "compute")}
+        assert names >= {"mixer_conv_states", "mixer_fold", "mixer_scan", "mixer_bwd", "mixer_conv_bwd"}
 
 
 def made(rows, ranks=1):

@@ -249,7 +249,7 @@ class Comm(ArgumentChecks, CollectivesInTurn):
         nothing.
 
         Args:
-            what: the operation, for the message.
+            what: the operation, for the message and for timelines; one that begins with "replay" computes there.
             array: an array whose shape and dtype are for the message.
         """
         watch = self._watched(what, array)

@@ -14,7 +14,8 @@ events on the stream that did the work: a kernel, the copies of a group of heads
 its clock times collectives and the functions of the NumPy engine.
 
 * A collective's bar includes its wait for other ranks. A stream that waits for another one shows a gap.
-* Work of others has no bar, and does not count as computing. Put it into a block of `computing`.
+* Work of others, CuPy's own kernels included, has no bar and does not count as computing. Put it into a block of
+  `computing`.
 * A captured CUDA graph has one bar for each replay, which counts as computing. To see what is in it, record the step
   without graphs.
 * The recording costs two events for each bar. Kernels that may start early wait for the end of the one before them.
@@ -91,7 +92,8 @@ class Timeline:
     def __str__(self) -> str:
         length = max((row.end for row in self.rows), default=0.0)
         share = "no communication" if self.hidden is None else f"{100 * self.hidden:.0f} % of communication is hidden"
-        return f"{self._comm.size} ranks, {length:,.2f} ms: {share}; clocks agree within {self.error:.2g} ms"
+        ranks = f"{self._comm.size} rank{'s' * (self._comm.size > 1)}"
+        return f"{ranks}, {length:,.2f} ms: {share}; clocks agree within {self.error:.2g} ms"
 
     def save(self, path: str | PathLike[str]) -> None:
         """Draw the bars with Matplotlib. Collective; rank 0 writes the file.

@@ -29,12 +29,14 @@ from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.rank_rows import rows_before
 from thdattn.plan.workspace import Buffer
+from thdattn.spans import on_host
 
 Array = NDArray[Any]
 
 SUM_ROWS = 64  # rows that are summed one after another
 
 
+@on_host
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
     """Return the last rows of x, B and C, (reach, channels), which the convolution of other ranks may read; 0 where
     rows are missing.
@@ -47,6 +49,7 @@ def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
     return tail
 
 
+@on_host
 def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
     """Return the rows in front of this rank's, (reach, channels); rows in front of the pack hold anything, as nothing
     reads them.
@@ -66,6 +69,7 @@ def halo_rows(plan: Plan, shape: MixerShape) -> Array:
     return np.where(rows >= 0, shape.reach * (owner + 1) + row - num_rows, 0)
 
 
+@on_host
 def mixer_conv(inputs: Inputs, keep: bool = False) -> Activations:
     """Convolve x, B and C and apply silu; compute dt = softplus(dt + dt_bias).
 
@@ -92,6 +96,7 @@ def mixer_forward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
     return []
 
 
+@on_host
 def mixer_conv_states(inputs: Inputs, keep: bool) -> tuple[Activations, Array, Array]:
     """Run mixer_conv, then mixer_states on its results; a GPU may fuse the two.
 
@@ -102,6 +107,7 @@ def mixer_conv_states(inputs: Inputs, keep: bool) -> tuple[Activations, Array, A
     return act, *mixer_states(act, inputs.plan, inputs.shape)
 
 
+@on_host
 def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tuple[Mamba2Weights, Array]:
     """Compute the gradients of mixer_conv, into the columns of dzxbcdt after z, and of all weights.
 
@@ -142,6 +148,7 @@ def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tupl
     return dweights, np.stack([extended[:reach], tail])
 
 
+@on_host
 def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None:
     """Add the gradients from other ranks to those of the last rows of x, B and C, rounded once.
 

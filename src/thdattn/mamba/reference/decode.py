@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from thdattn.mamba.reference.gate import gated_norm
 from thdattn.mamba.reference.ssd import rounded, silu, softplus
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, Mamba2Weights, MixerShape
+from thdattn.spans import on_host
 
 if TYPE_CHECKING:
     from thdattn.mamba.cache import Mamba2Cache
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 
+@on_host
 def mixer_decode(zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, cache: Mamba2Cache) -> Array:
     """Decode one row of every active sequence, (num_texts, columns), whose rows and states in the cache change.
 
@@ -50,6 +52,7 @@ def mixer_decode(zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, cache
     return out
 
 
+@on_host
 def mixer_fill(inputs: Inputs, act: Activations, segment_states: Array, cache: Mamba2Cache) -> None:
     """Write the last rows and the final state of every sequence of a pack, on one rank; zeros for empty sequences.
 

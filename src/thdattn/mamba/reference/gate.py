@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from thdattn.mamba.reference.ssd import Gradients, cleared, in_chunks, mixer_dstates, silu, slope, valid_rows
 from thdattn.mamba.shape import Activations, GatedNorm, Inputs
+from thdattn.spans import on_host
 
 Array = NDArray[Any]
 
@@ -28,6 +29,7 @@ def gated_norm(y: Array, z: Array, weight: Array, norm: GatedNorm) -> Array:
     return normal if norm.after_gate else normal * gate
 
 
+@on_host
 def mixer_norm(inputs: Inputs, y: Array, out: Array) -> None:
     """Write out, (local_rows, d_inner), of y from mixer_scan and z; 0 on padding."""
     zxbcdt, weights, plan, shape, _ = inputs
@@ -37,6 +39,7 @@ def mixer_norm(inputs: Inputs, y: Array, out: Array) -> None:
     out[...] = np.where(valid, gated_norm(y, z, weights.norm_weight, shape.norm), 0).astype(out.dtype)
 
 
+@on_host
 def mixer_gate_states(
     inputs: Inputs, act: Activations, y: Array, dout: Array, dzxbcdt: Array, gradients: Gradients
 ) -> tuple[Array, Array, Array]:

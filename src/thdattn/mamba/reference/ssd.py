@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
+from thdattn.spans import on_host
 from thdattn.trees import Trees
 
 Array = NDArray[Any]
@@ -131,6 +132,7 @@ def chunk_sums(a: Array, plan: Plan) -> Array:
     return _in_rows(sums[..., None], len(a))
 
 
+@on_host
 def mixer_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
     """Compute the state that every segment of rows adds, and the decay of the state in front of it.
 
@@ -146,6 +148,7 @@ def mixer_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array
     return states, decays
 
 
+@on_host
 def mixer_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
     """Compute mixer_states backward: what every segment adds to the gradient of the state in front, and the decay of
     the one behind.
@@ -161,6 +164,7 @@ def mixer_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) ->
     return dstates, decays
 
 
+@on_host
 def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Turn what segments add into the states in front of them, in place, from 0 in front of the first.
 
@@ -205,6 +209,7 @@ def _fold_trees(states: Array, decays: Array, trees: Trees, shape: MixerShape, r
     return np.zeros((1, shape.summary), states.dtype)
 
 
+@on_host
 def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Return the state in front of this rank's rows; reverse: the gradient of the state behind them.
 
@@ -222,6 +227,7 @@ def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool =
     return state
 
 
+@on_host
 def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False) -> None:
     """Add the state from other ranks, with its decays, to the states that mixer_fold made.
 
@@ -236,6 +242,7 @@ def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, rev
         start = _times(decays[segment], start)
 
 
+@on_host
 def mixer_scan(inputs: Inputs, act: Activations, states: Array, segments: slice, y: Array, out: Array) -> None:
     """Compute y of some segments, and out = y * silu(z), which mixer_norm computes if the mixer has a norm.
 
@@ -274,6 +281,7 @@ def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
     return Gradients(*map(plan.workspace.array, mixer_backward_buffers(plan, shape)))
 
 
+@on_host
 def mixer_bwd(
     inputs: Inputs, act: Activations, dy: Array, states: Array, dstates: Array, segments: slice, gradients: Gradients
 ) -> None:
