@@ -1,4 +1,4 @@
-"""Attention sinks and soft-capped logits: the oracle by finite differences, each engine by the oracle."""
+"""Attention sinks and soft-capped logits: what the oracle makes of them, and each engine by the oracle."""
 
 from __future__ import annotations
 
@@ -48,25 +48,6 @@ def tiny(seed=0, num_heads=4):
 
 
 # --- the oracle ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("softcap", [0.0, 0.7, 30.0])
-@pytest.mark.parametrize("mask", [{"causal": True}, {"causal": False, "window": (2, 1)}], ids=["causal", "window"])
-def test_gradients_of_the_oracle_are_those_of_finite_differences(mask, softcap):
-    q, k, v, dout, sinks = tiny()
-    right = oracle.attention(q, k, v, dout, softcap=softcap, sinks=sinks, **mask)
-
-    def loss():
-        return (oracle.attention(q, k, v, softcap=softcap, sinks=sinks, **mask).out * dout).sum()
-
-    for x, grad in zip((q, k, v, sinks), (right.dq, right.dk, right.dv, right.dsinks), strict=True):
-        for at in list(np.ndindex(x.shape))[:: max(1, x.size // 12)]:
-            before, losses = x[at], []
-            for step in (1e-5, -1e-5):
-                x[at] = before + step
-                losses.append(loss())
-            x[at] = before
-            np.testing.assert_allclose((losses[0] - losses[1]) / 2e-5, grad[at], rtol=1e-6, atol=1e-8)
 
 
 def test_a_sink_is_one_more_key_whose_value_is_zero():

@@ -70,35 +70,26 @@ ACCEPTED = {  # options -> fields that are not the default
     "local": (options("local"), LOCAL),
     "local, layer": (options("local", scope="layer"), LOCAL),
     "local, block": (options("local", scope="block"), {**LOCAL, "inference_scope": "block"}),
-    "scope as an enum": (
-        options("local", scope=InferenceCudaGraphScope.block), {**LOCAL, "inference_scope": "block"}
-    ),
     "full_iteration": (options("full_iteration"), WHOLE),
     "full_iteration, none": (options("full_iteration", [], "none"), WHOLE),
-    "attn": (options("local", "attn"), {**LOCAL, "modules": ("attn",)}),
-    "mlp": (options("local", "mlp"), {**LOCAL, "modules": ("mlp",)}),
-    "mamba": (options("local", "mamba"), {**LOCAL, "modules": ("mamba",)}),
     "no modules, tuple": (options("local", ()), LOCAL),
-    "no modules, text": (options("local", ""), LOCAL),
     "no modules, empty texts": (options("local", ["", " , "]), LOCAL),
-    "modules with comma": (options("local", "attn,mlp"), {**LOCAL, "modules": ("attn", "mlp")}),
-    "modules in a list": (options("local", ["attn", "mlp"]), {**LOCAL, "modules": ("attn", "mlp")}),
     "modules in another order": (options("local", "mamba, mlp,attn"), {**LOCAL, "modules": ("attn", "mlp", "mamba")}),
     "modules twice": (options("local", ["mlp", "attn", "mlp"]), {**LOCAL, "modules": ("attn", "mlp")}),
     "modules of a set": (options("local", {"mlp", "attn"}), {**LOCAL, "modules": ("attn", "mlp")}),
-    "modules of keys": (options("local", {"mlp": 1, "attn": 2}.keys()), {**LOCAL, "modules": ("attn", "mlp")}),
     "one enum": (options("local", CudaGraphModule.mlp), {**LOCAL, "modules": ("mlp",)}),
-    "enums": (options("local", [CudaGraphModule.mamba, CudaGraphModule.attn]), {**LOCAL, "modules": ("attn", "mamba")}),
     "former enums": (options("local", [CudaGraphScope.mlp]), {**LOCAL, "modules": ("mlp",)}),
     "enums of numbers": (options("local", [Numbers.mlp]), {**LOCAL, "modules": ("mlp",)}),
     "an enum of texts": (options("local", Text.attn), {**LOCAL, "modules": ("attn",)}),
     "enums and texts": (
         options("local", ["mlp,mamba", CudaGraphModule.attn]), {**LOCAL, "modules": ("attn", "mlp", "mamba")}
     ),
+    "inference scope as an enum": (
+        options("local", scope=InferenceCudaGraphScope.block), {**LOCAL, "inference_scope": "block"}
+    ),
+    "former flags unset": (options("local", enable_cuda_graph=False, external_cuda_graph=False), LOCAL),
     "max_packed_seqs": (options("local", cuda_graph_max_packed_seqs=64), {**LOCAL, "max_packed_seqs": 64}),
     "warmup_steps": (options("full_iteration", cuda_graph_warmup_steps=0), {**WHOLE, "warmup_steps": 0}),
-    "former flags unset": (options("local", enable_cuda_graph=False, external_cuda_graph=False), LOCAL),
-    "former scope unset": (options("local", cuda_graph_scope=None), LOCAL),
 }  # fmt: skip
 MIGRATED = {  # options -> fields, texts of the warnings
     "enable_cuda_graph": ({"enable_cuda_graph": True}, LOCAL, [ENABLE]),
@@ -107,16 +98,9 @@ MIGRATED = {  # options -> fields, texts of the warnings
         options(scope="block", enable_cuda_graph=True), {**LOCAL, "inference_scope": "block"}, [ENABLE]
     ),
     "external_cuda_graph": ({"external_cuda_graph": True}, AS_LOCAL, [EXTERNAL, RUNS_AS_LOCAL]),
-    "external_cuda_graph, attn": (
-        options(modules="attn", external_cuda_graph=True), {**AS_LOCAL, "modules": ("attn",)}, [EXTERNAL, RUNS_AS_LOCAL]
-    ),
     "transformer_engine": (options("transformer_engine"), AS_LOCAL, [RUNS_AS_LOCAL]),
-    "transformer_engine, none": (options("transformer_engine", scope="none"), AS_LOCAL, [RUNS_AS_LOCAL]),
     "transformer_engine, full": (options("transformer_engine", "full"), AS_LOCAL, [FULL, RUNS_AS_LOCAL]),
-    "scope attn": (old("attn", "local"), {**LOCAL, "modules": ("attn",)}, [SCOPE]),
-    "scope mlp": (old(["mlp"], "local"), {**LOCAL, "modules": ("mlp",)}, [SCOPE]),
     "scope mamba": (old(CudaGraphScope.mamba, "local"), {**LOCAL, "modules": ("mamba",)}, [SCOPE]),
-    "scope with comma": (old("mlp,attn", "local"), {**LOCAL, "modules": ("attn", "mlp")}, [SCOPE]),
     "scope empty": (old([], "local"), LOCAL, [SCOPE]),
     "scope beside no modules": (old("attn", "local", modules=[]), {**LOCAL, "modules": ("attn",)}, [SCOPE]),
     "scope full": (old("full", "local"), LOCAL, [SCOPE, FULL.replace("cuda_graph_modules", "cuda_graph_scope", 1)]),
@@ -150,9 +134,6 @@ MIGRATED = {  # options -> fields, texts of the warnings
         old("full_iteration_inference"), {**LOCAL, "inference_scope": "block"},
         [SCOPE, INFERENCE.replace("cuda_graph_modules", "cuda_graph_scope")],
     ),
-    "full_iteration_inference, alone, block": (
-        options(modules="full_iteration_inference", scope="block"), {**LOCAL, "inference_scope": "block"}, [INFERENCE]
-    ),
     "full_iteration_inference, impl none, attn": (
         options("none", "full_iteration_inference,attn"),
         {**LOCAL, "inference_scope": "block", "modules": ("attn",)}, [INFERENCE],
@@ -163,13 +144,11 @@ REFUSED = {  # options -> what the message says, both sides of a conflict
     "impl unknown": (options("global"), ["cuda_graph_impl is 'global', wanted 'none', 'local'"]),
     "module unknown": (options("local", "attn,norm"), ["cuda_graph_modules has 'norm'", "'attn', 'mlp', 'mamba'"]),
     "module by another name": (options("local", "attention"), ["cuda_graph_modules has 'attention'", "pass 'attn'"]),
-    "module unknown, enum": (options("local", [InferenceCudaGraphScope.layer]), ["cuda_graph_modules has 'layer'"]),
     "inference scope unknown": (options("local", scope="model"), ["inference_cuda_graph_scope is 'model', wanted"]),
     "scope module_scoped": (old("module_scoped", "local"), ["cuda_graph_scope has 'module_scoped'", "removed"]),
     "moe": (options("local", "moe"), ["cuda_graph_modules has 'moe'", EXPERTS]),
     "moe_router": (options("local", ["attn", "moe_router"]), ["cuda_graph_modules has 'moe_router'", EXPERTS]),
     "moe_preprocess": (old(CudaGraphScope.moe_preprocess), ["cuda_graph_scope has 'moe_preprocess'", EXPERTS]),
-    "moe, moe_router": (options("local", "moe,moe_router"), ["cuda_graph_modules has 'moe'", EXPERTS]),
     "max_packed_seqs 0": (options("local", cuda_graph_max_packed_seqs=0), ["cuda_graph_max_packed_seqs is 0, wanted"]),
     "warmup_steps -1": (options("local", cuda_graph_warmup_steps=-1), ["cuda_graph_warmup_steps is -1, wanted >= 0"]),
     "enable_cuda_graph, local": (
@@ -187,10 +166,6 @@ REFUSED = {  # options -> what the message says, both sides of a conflict
         options("local", "attn", cuda_graph_scope="mlp"),
         ["cuda_graph_scope and cuda_graph_modules cannot be set together"],
     ),
-    "scope and modules, the same": (
-        options("local", "full", cuda_graph_scope="full"),
-        ["cuda_graph_scope and cuda_graph_modules cannot be set together"],
-    ),
     "full and a module": (options("local", "full,attn"), ["cuda_graph_modules", "'full' and 'attn' together"]),
     "full_iteration and a module": (
         options(modules=["attn", "full_iteration"]), ["cuda_graph_modules", "'attn' and 'full_iteration' together"]
@@ -199,40 +174,9 @@ REFUSED = {  # options -> what the message says, both sides of a conflict
         old("full_iteration,full_iteration_inference"),
         ["cuda_graph_scope", "'full_iteration' and 'full_iteration_inference' together"],
     ),
-    "full and full_iteration": (
-        options(modules="full,full_iteration"), ["cuda_graph_modules", "'full' and 'full_iteration' together"]
-    ),
-    "full_iteration, transformer_engine": (
-        options("transformer_engine", "full_iteration"),
-        ["cuda_graph_modules='full_iteration' cannot be combined with cuda_graph_impl='transformer_engine'"],
-    ),
     "full_iteration, external_cuda_graph": (
         old("full_iteration", external_cuda_graph=True),
         ["cuda_graph_scope='full_iteration' cannot be combined with cuda_graph_impl='transformer_engine'"],
-    ),
-    "full_iteration, layer": (
-        options("local", "full_iteration", "layer"),
-        ["cuda_graph_modules='full_iteration' cannot be combined with inference_cuda_graph_scope='layer'"],
-    ),
-    "full_iteration, block": (
-        options(modules="full_iteration", scope="block"),
-        ["cuda_graph_modules='full_iteration' cannot be combined with inference_cuda_graph_scope='block'"],
-    ),
-    "full_iteration_inference, transformer_engine": (
-        options("transformer_engine", "full_iteration_inference"),
-        ["cuda_graph_modules='full_iteration_inference' cannot be combined with cuda_graph_impl='transformer_engine'"],
-    ),
-    "full_iteration_inference, full_iteration": (
-        options("full_iteration", "full_iteration_inference"),
-        ["cuda_graph_modules='full_iteration_inference' cannot be combined with cuda_graph_impl='full_iteration'"],
-    ),
-    "full_iteration_inference, layer": (
-        options("local", "full_iteration_inference", "layer"),
-        ["cuda_graph_modules='full_iteration_inference' cannot be combined with inference_cuda_graph_scope='layer'"],
-    ),
-    "full_iteration_inference, none": (
-        options("local", "full_iteration_inference", "none"),
-        ["cuda_graph_modules='full_iteration_inference' cannot be combined with inference_cuda_graph_scope='none'"],
     ),
     **{
         f"{impl}, {scope}": (
@@ -243,6 +187,21 @@ REFUSED = {  # options -> what the message says, both sides of a conflict
             ("none", "layer", "'none'"), ("none", "block", "'none'"), ("local", "none", "'layer' or 'block'"),
             ("transformer_engine", "layer", "'none'"), ("transformer_engine", "block", "'none'"),
             ("full_iteration", "layer", "'none'"), ("full_iteration", "block", "'none'"),
+        )
+    },
+    **{
+        f"{former}, {other}": (
+            options(modules=former, **{short: value for short, value in (("impl", impl), ("scope", scope)) if value}),
+            [f"cuda_graph_modules='{former}' cannot be combined with {other}"],
+        )
+        for former, impl, scope, other in (
+            ("full_iteration", "transformer_engine", None, "cuda_graph_impl='transformer_engine'"),
+            ("full_iteration", "local", "layer", "inference_cuda_graph_scope='layer'"),
+            ("full_iteration", None, "block", "inference_cuda_graph_scope='block'"),
+            ("full_iteration_inference", "transformer_engine", None, "cuda_graph_impl='transformer_engine'"),
+            ("full_iteration_inference", "full_iteration", None, "cuda_graph_impl='full_iteration'"),
+            ("full_iteration_inference", "local", "layer", "inference_cuda_graph_scope='layer'"),
+            ("full_iteration_inference", "local", "none", "inference_cuda_graph_scope='none'"),
         )
     },
     "full_iteration with modules": (

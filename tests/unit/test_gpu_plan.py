@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -46,24 +47,29 @@ def assert_arrays(made, wanted, what):
         np.testing.assert_array_equal(to_host(y), x, err_msg=f"{field}, {what}")
 
 
-def assert_same_plans(cupy, case, cp_size, windows, tile_sizes):
+def assert_same_plans(cupy, batch, cp_size, strategy, windows, tile_sizes, key_batch=None, keys_of=(None,)):
+    """Of every rank, from lengths on the host and, where the strategy can have them there, on the GPU."""
     from thdattn.engines import cuda
 
-    batch, key_batch = case.batch(cp_size), case.key_batch()
-    keys_there = key_batch and on_gpu(cupy, key_batch)
-    there = thdattn.Sharding(on_gpu(cupy, batch), cp_size, case.sharding)
-    here = thdattn.Sharding(batch, cp_size, case.sharding)
-    for cp_rank in range(cp_size):
-        for window in windows:
-            for tiles in tile_sizes:
-                wanted = host_arrays(here, cp_rank, window, tiles, key_batch)
-                what = f"rank {cp_rank}, window {window}, tiles {tiles}"
-                made = cuda.plan_arrays(there, cp_rank, window, tiles, keys_there)
-                made.lengths.check(wait=True)
-                assert_arrays(made, wanted, what)
-                made = cuda.plan_arrays(here, cp_rank, window, tiles, key_batch)
-                assert made.lengths is None and isinstance(made.rows, cupy.ndarray)
-                assert_arrays(made, wanted, f"{what}, lengths on the host")
+    sides = [(thdattn.Sharding(batch, cp_size, strategy), key_batch)]
+    if strategy != "balanced" or cp_size == 1:
+        there = thdattn.Sharding(on_gpu(cupy, batch), cp_size, strategy)
+        sides.append((there, key_batch and on_gpu(cupy, key_batch)))
+    for how in itertools.product(range(cp_size), windows, tile_sizes):
+        for rank in keys_of:
+            wanted = host_arrays(sides[0][0], *how, key_batch, rank)
+            for sharding, keys in sides:
+                made = cuda.plan_arrays(sharding, *how, keys, rank)
+                if sharding.batch.on_device:
+                    made.lengths.check(wait=True)
+                else:
+                    assert made.lengths is None and isinstance(made.rows, cupy.ndarray)
+                assert_arrays(made, wanted, f"rank, window, tiles {how}, keys of {rank}, {sharding.batch}")
+
+
+def assert_same_plans_of(cupy, case, cp_size, windows, tile_sizes):
+    assert_same_plans(
+        cupy, case.batch(cp_size), cp_size, case.sharding, windows, tile_sizes, case.key_batch())
 
 
 @pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
@@ -73,13 +79,13 @@ def test_device_plan_is_the_host_plan(cupy, case, sharding):
         # dual_chunk cannot split the padded lengths of a contiguous case.
         padded = None if case.sharding == "contiguous" else case.padded
         this = replace(case, sharding=sharding, padded=padded)
-        assert_same_plans(cupy, this, cp_size, WINDOWS if cp_size == 2 else [case.window], TILE_SIZES[:1])
-        assert_same_plans(cupy, this, cp_size, [(-1, 0)], TILE_SIZES[1:])
+        assert_same_plans_of(cupy, this, cp_size, WINDOWS if cp_size == 2 else [case.window], TILE_SIZES[:1])
+        assert_same_plans_of(cupy, this, cp_size, [(-1, 0)], TILE_SIZES[1:])
 
 
 @pytest.mark.parametrize("case", CROSS, ids=str)
 def test_device_plan_for_keys_of_other_lengths_is_the_host_plan(cupy, case):
-    assert_same_plans(cupy, case, 1, WINDOWS, TILE_SIZES)
+    assert_same_plans_of(cupy, case, 1, WINDOWS, TILE_SIZES)
 
 
 @pytest.mark.parametrize("case", CROSS, ids=str)
@@ -99,7 +105,7 @@ def test_lengths_on_the_gpu_are_attended_as_on_the_host(cupy, case):
 @pytest.mark.parametrize("cp_size", [1, 8])
 @pytest.mark.parametrize("case", [*BIG, LONG], ids=str)
 def test_device_plan_of_a_big_pack_is_the_host_plan(cupy, case, cp_size, sharding):
-    assert_same_plans(cupy, replace(case, sharding=sharding), cp_size, [case.window], TILE_SIZES[:1])
+    assert_same_plans_of(cupy, replace(case, sharding=sharding), cp_size, [case.window], TILE_SIZES[:1])
 
 
 def random_case(rng):
@@ -122,7 +128,7 @@ def test_device_plan_of_any_pack_is_the_host_plan(cupy, seed):
     for _ in range(30):
         case, cp_size = random_case(rng)
         window = tuple(rng.integers(-1, 40, 2).tolist())
-        assert_same_plans(cupy, case, cp_size, [(-1, 0), window], [tuple(rng.integers(1, 200, 2).tolist())])
+        assert_same_plans_of(cupy, case, cp_size, [(-1, 0), window], [tuple(rng.integers(1, 200, 2).tolist())])
 
 
 @pytest.mark.parametrize("name", ["edge-lengths", "capacity", "all-empty", "no-sequences"])

@@ -118,16 +118,6 @@ def test_last_query_stands_at_the_last_key(num_queries, num_keys, causal, window
     assert result.max_logit.max(initial=-np.inf) == -np.inf or any(seen)
 
 
-@pytest.mark.parametrize(("causal", "window"), MASKS)
-@pytest.mark.parametrize("lengths", [(6, 4), (3, 7)], ids=str)
-def test_gradients_of_other_keys_are_central_differences_of_the_forward(causal, window, lengths):
-    q, _, _, dout = random_document(lengths[0])
-    _, k, v, _ = random_document(lengths[1], seed=1)
-    how = {"causal": causal, "window": window, "softmax_scale": 0.7}
-    result = oracle.attention(q, k, v, dout, **how)
-    assert_central_differences((q, k, v), dout, (result.dq, result.dk, result.dv), how)
-
-
 def test_query_head_h_reads_kv_head_h_over_group():
     q, k, v, _ = random_document(1, num_heads=6, num_kv_heads=2)
     out = oracle.attention(q, k, v).out
@@ -135,23 +125,24 @@ def test_query_head_h_reads_kv_head_h_over_group():
 
 
 @pytest.mark.parametrize(("causal", "window"), MASKS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (3, 1)])
-def test_gradients_are_central_differences_of_the_forward(causal, window, num_heads, num_kv_heads):
-    *inputs, dout = random_document(6, num_heads, num_kv_heads)
-    how = {"causal": causal, "window": window, "softmax_scale": 0.7}
-    result = oracle.attention(*inputs, dout, **how)
-    assert_central_differences(inputs, dout, (result.dq, result.dk, result.dv), how)
-
-
-def assert_central_differences(inputs, dout, gradients, how):
-    step = 1e-5
+@pytest.mark.parametrize(("lengths", "heads", "options"), [
+    *(((6, 6), heads, {}) for heads in ((2, 2), (4, 2), (3, 1))), ((6, 4), (4, 2), {}), ((3, 7), (4, 2), {}),
+    *(((6, 6), (4, 2), {"softcap": softcap, "sinks": np.array([-1.5, 0, 0.3, 2])}) for softcap in (0.0, 0.7, 30.0)),
+], ids=str)  # fmt: skip
+def test_gradients_are_central_differences_of_the_forward(causal, window, lengths, heads, options):
+    q, _, _, dout = random_document(lengths[0], *heads)
+    _, k, v, _ = random_document(lengths[1], *heads, seed=1)
+    how = {"causal": causal, "window": window, "softmax_scale": 0.7, **options}
+    result = oracle.attention(q, k, v, dout, **how)
+    inputs, gradients, step = [q, k, v], [result.dq, result.dk, result.dv], 1e-5
+    if options:
+        inputs, gradients = [*inputs, how["sinks"]], [*gradients, result.dsinks]
     for x, gradient in zip(inputs, gradients, strict=True):
         numeric = np.zeros_like(x)
         for index in np.ndindex(x.shape):
-            kept = x[index]
-            sides = []
+            kept, sides = x[index], []
             for x[index] in (kept + step, kept - step):
-                sides.append((oracle.attention(*inputs, **how).out * dout).sum())
+                sides.append((oracle.attention(q, k, v, **how).out * dout).sum())
             x[index] = kept
             numeric[index] = (sides[0] - sides[1]) / (2 * step)
         np.testing.assert_allclose(gradient, numeric, atol=2e-9)
