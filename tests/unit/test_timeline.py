@@ -230,8 +230,10 @@ def test_what_is_no_comm_is_refused():
 # --- the picture ------------------------------------------------------------------------------------------------
 
 
-def test_the_picture_names_ranks_and_wide_bars(tmp_path):
-    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
+def test_the_picture_names_ranks_and_wide_bars(tmp_path, monkeypatch):
+    monkeypatch.setitem(pytest.importorskip("matplotlib").rcParams, "svg.fonttype", "none")
+    from thdattn.timeline import picture
+
     rows = [(0, "compute", 0, 5), (0, "exchange", 1, 7), (1, "compute", 2, 2.001), (1, "sum", 0, 9)]
 
     def program(comm):
@@ -245,6 +247,8 @@ def test_the_picture_names_ranks_and_wide_bars(tmp_path):
     wanted = (said, "rank 0", "rank 1", "compute_of_0", "exchange_of_0", "sum_of_1", "exchange, hidden")
     assert all(f">{each}" in text for each in wanted)
     assert "compute_of_1" not in text and "more" not in text
+    for colour in picture.PALE.values():
+        assert text.count(f"fill: {colour}") == 2, "of the legend, and of the hidden part"
 
 
 @pytest.mark.parametrize("name", ["step.png", "step.pdf"])
