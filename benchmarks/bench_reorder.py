@@ -31,6 +31,8 @@ from peers import normal
 
 import thdattn
 from thdattn.engines import cuda
+from thdattn.plan.build import with_arrays
+from thdattn.plan.plan import NO_ARRAYS
 
 ROWS, HEADS, WIDTH = 2**18, 8, 128  # k and v in bfloat16: 1 GiB together, far more than an L2 cache holds
 PACKS = {"1 sequence": (ROWS,), "4096 sequences of 64": (64,) * (ROWS // 64)}
@@ -86,9 +88,8 @@ def row_of(
 
 def rank_zero_plan(sharding: thdattn.Sharding) -> thdattn.Plan:
     """Make the plan of rank 0 without the other ranks: the moves of all ranks are the same."""
-    window, tiles = (-1, 0), (64, 64)
-    arrays = cuda.plan_arrays(sharding, 0, window, tiles)
-    return thdattn.Plan(sharding, 0, window, (WIDTH, WIDTH), tiles, arrays, cuda, sharding.batch)
+    outline = thdattn.Plan(sharding, 0, (-1, 0), (WIDTH, WIDTH), (64, 64), NO_ARRAYS, cuda, sharding.batch)
+    return with_arrays(outline)
 
 
 def check(direction: str, sources: list[Any], moved: tuple[Any, Any], plan: thdattn.Plan) -> None:

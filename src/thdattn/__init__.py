@@ -31,8 +31,7 @@ from thdattn.mamba.saved import Mamba2Saved
 from thdattn.mamba.shape import Mamba2Weights
 from thdattn.methods.all_gather import GatheredKV
 from thdattn.packing import PackedBatch
-from thdattn.plan.flops import Flops
-from thdattn.plan.memory import Memory
+from thdattn.plan.memory import Flops, Memory
 from thdattn.plan.plan import Plan
 from thdattn.saved import Saved
 from thdattn.sharding import Sharding

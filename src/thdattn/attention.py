@@ -19,11 +19,10 @@ from thdattn.methods.all_gather import GatheredKV
 from thdattn.methods.base import MethodOptions
 from thdattn.methods.select import MethodSelection, keeps_keys
 from thdattn.packing import PackedBatch, as_like
-from thdattn.plan import build, free_memory
-from thdattn.plan.flops import Flops, attention_flops
+from thdattn.plan import build
 from thdattn.plan.handles import give_handle
 from thdattn.plan.mask import visible_pairs
-from thdattn.plan.memory import Layer, Memory
+from thdattn.plan.memory import Flops, Layer, Memory, attention_flops, count_as_free, shortage
 from thdattn.plan.plan import NO_ARRAYS, Plan
 from thdattn.saved import Saved, check_keys, check_saved
 from thdattn.sharding import Sharding
@@ -180,11 +179,11 @@ class CPAttention:
         refusal = build.refused_trees(plan) or build.exceeded_capacity(plan) or build.found_wrong(self._lengths)
         self._lengths = None
         if self.comm.size > 1:
-            refusal = refusal or free_memory.shortage(self._engine, self.comm, self._memory(plan), forward_only)
+            refusal = refusal or shortage(self._engine, self.comm, self._memory(plan), forward_only)
         self.comm.agree("the plan", self._description(plan), refusal, _SAME_PLAN)
         plan = build.with_arrays(plan)
         self._lengths = plan.arrays.lengths
-        free_memory.note(self.comm, plan)
+        count_as_free(self.comm, plan)
         return plan
 
     def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, SMALL
+from cases import BFLOAT16, SMALL, plan_with
 
 import thdattn
 from thdattn.comm import PeerExchange
 from thdattn.engines import reference
 from thdattn.jit.structs import MAX_RANKS, PEER_EXCHANGE, RANK_FLAGS
-from thdattn.plan.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
@@ -25,12 +24,7 @@ def engines_and_plans(case, cp_size):
     from thdattn.engines import cuda
 
     sharding = thdattn.Sharding(case.batch(cp_size), cp_size, case.sharding)
-    window, tiles = (-1, 0), (64, 64)
-    return [
-        Plan(sharding, 0, window, case.dims, tiles, engine.plan_arrays(sharding, 0, window, tiles), engine,
-             sharding.batch)
-        for engine in (reference, cuda)
-    ]  # fmt: skip
+    return [plan_with(engine, sharding, 0, (-1, 0), (64, 64), dims=case.dims) for engine in (reference, cuda)]
 
 
 def distinct(rows, shape, dtype, first):

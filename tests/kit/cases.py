@@ -19,6 +19,8 @@ import thdattn
 from thdattn import oracle
 from thdattn.cli.check import Case, offsets, random_inputs, random_sinks
 from thdattn.kernels.configs import TILES
+from thdattn.plan.build import with_arrays
+from thdattn.plan.plan import NO_ARRAYS, Plan
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CP_SIZES = (1, 2, 4, 8)
@@ -432,3 +434,13 @@ def _sample(
         result["dk"][:, g] += scale * (ds.T @ q[:, h])
         result["dv"][:, g] += stored(p).T @ dout[:, h]
     return {field: x if field == "lse" else stored(x).astype(np.float64) for field, x in result.items()}
+
+
+def outline_of(engine, sharding, cp_rank, window, tiles, key_batch=None, keys_of=None, dims=(64, 64)):
+    """The plan of one rank, without arrays."""
+    return Plan(sharding, cp_rank, window, dims, tiles, NO_ARRAYS, engine, key_batch or sharding.batch, keys_of=keys_of)
+
+
+def plan_with(*args, **options):
+    """The plan of one rank, with arrays; arguments are those of outline_of."""
+    return with_arrays(outline_of(*args, **options))

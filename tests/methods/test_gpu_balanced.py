@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, SMALL
+from cases import BFLOAT16, SMALL, plan_with
 from test_balanced import CP_SIZES, PACKS, WINDOWS, adversarial_lengths, batch_of, random_pack
 from test_gpu_plan import assert_same_plans, on_gpu
 
 import thdattn
 from thdattn import PackedBatch, Sharding
 from thdattn.engines import reference
-from thdattn.plan.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
@@ -57,9 +56,9 @@ def test_plans_of_a_batch_share_rows_but_no_key_buffers(cupy):
     from thdattn.engines import cuda
 
     sharding = Sharding(PACKS["documents"], 2, "balanced")
-    causal = cuda.plan_arrays(sharding, 0, (-1, 0), (64, 64))
-    assert cuda.plan_arrays(sharding, 0, (-1, 0), (64, 64)) is causal
-    others = [cuda.plan_arrays(sharding, 0, window, (64, 64), keys_of=keys_of)
+    causal = plan_with(cuda, sharding, 0, (-1, 0), (64, 64)).arrays
+    assert plan_with(cuda, sharding, 0, (-1, 0), (64, 64)).arrays is causal
+    others = [plan_with(cuda, sharding, 0, window, (64, 64), keys_of=keys_of).arrays
               for window, keys_of in (((5, 0), None), ((-1, 0), 0), ((-1, 0), 1))]
     for other in others:
         for field in ("rows", "positions", "valid", "all_rows", "offsets"):
@@ -69,34 +68,13 @@ def test_plans_of_a_batch_share_rows_but_no_key_buffers(cupy):
     assert others[1].key_ranges.get().tolist() != others[2].key_ranges.get().tolist()
 
 
-@pytest.mark.parametrize("keys_of", [None, 1])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bytes_of_a_plan_are_those_of_its_arrays(cupy, monkeypatch, strategy, keys_of):
-    from thdattn.engines import cuda
-    from thdattn.engines.cuda import launch
-
-    sharding = Sharding(PackedBatch.from_lengths([400, 70, 0, 900], 4), 2, strategy)
-    made, empty = [], launch.empty
-
-    def counted(shape, dtype):
-        made.append(empty(shape, dtype))
-        return made[-1]
-
-    monkeypatch.setattr(launch, "empty", counted)
-    arrays = cuda.plan_arrays(sharding, 0, (-1, 0), (64, 64), keys_of=keys_of)
-    plan = Plan(sharding, 0, (-1, 0), (64, 64), (64, 64), arrays, cuda, sharding.batch, keys_of=keys_of)
-    assert cuda.plan_bytes(plan) == sum(x.nbytes for x in made) + arrays.offsets.nbytes
-
-
 # --- moves of rows --------------------------------------------------------------------------------------------------
 
 
 def plans_of(sharding, cp_rank, window):
     from thdattn.engines import cuda
 
-    tiles = 64, 64
-    return [Plan(sharding, cp_rank, window, tiles, tiles, engine.plan_arrays(sharding, cp_rank, window, tiles), engine,
-                 sharding.batch) for engine in (reference, cuda)]  # fmt: skip
+    return [plan_with(engine, sharding, cp_rank, window, (64, 64)) for engine in (reference, cuda)]
 
 
 def random_rows(rng, rows, shapes, dtype):

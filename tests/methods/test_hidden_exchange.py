@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, Case, check, gpu_only
+from cases import BFLOAT16, Case, check, gpu_only, plan_with
 from late_rows import come_late, hide_all
 from test_balanced import CP_SIZES, PACKS, WINDOWS, batch_of, plan_of, random_pack, visible
 from test_methods import BY_NAME
@@ -29,7 +29,6 @@ from thdattn.engines import (
 )
 from thdattn.kernels.configs import TILES
 from thdattn.methods import group_cast
-from thdattn.plan.plan import Plan
 
 FLOAT64 = np.dtype("float64")
 ONE = Way("all_gather", "balanced", 2)
@@ -253,8 +252,7 @@ def plan_and_inputs(cupy, dims, cp_rank=0):
     """A plan with tiles of either kind, q, keys, values and dout; and which rows of queries and keys are foreign."""
     cuda = importlib.import_module("thdattn.engines.cuda")
     sharding, tiles = Sharding(PackedBatch.from_lengths(LENGTHS), 2, "balanced"), cuda.tiles(*dims)
-    arrays = cuda.plan_arrays(sharding, cp_rank, (-1, 0), tiles)
-    plan = Plan(sharding, cp_rank, (-1, 0), dims, tiles, arrays, cuda, sharding.batch)
+    plan = plan_with(cuda, sharding, cp_rank, (-1, 0), tiles, dims=dims)
     rng = np.random.default_rng(0)
     shapes = [(rows, heads, width) for rows, heads, width in (
         (plan.local_rows, 8, dims[0]), (plan.key_rows, 2, dims[0]), (plan.key_rows, 2, dims[1]),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, SIZE = 8, 4, 2
 PACKS = {"padding": PackedBatch.from_lengths([700, 31, 900], multiple=4), "full": PackedBatch.from_lengths([512, 1024])}
 SEEN_ELSEWHERE = {  # made by CuPy's own functions, in windows, or of the caller
-    "order of tiles", "owners of keys", "copies to send", "sums", "windows of keys", "windows of sums", "pulled sums",
+    "order of tiles", "copies to send", "sums", "windows of keys", "windows of sums", "pulled sums",
     "q", "k", "v",
 }
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, BIG, CROSS, LONG, SMALL, Case, local_rows, random_inputs, to_host
+from cases import BFLOAT16, BIG, CROSS, LONG, SMALL, Case, local_rows, outline_of, random_inputs, to_host
 
 import thdattn
 from thdattn.kernels.configs import TILES
@@ -59,7 +59,7 @@ def assert_same_plans(cupy, batch, cp_size, strategy, windows, tile_sizes, key_b
         for rank in keys_of:
             wanted = host_arrays(sides[0][0], *how, key_batch, rank)
             for sharding, keys in sides:
-                made = cuda.plan_arrays(sharding, *how, keys, rank)
+                made = cuda.plan_arrays(outline_of(cuda, sharding, *how, keys, rank))
                 if sharding.batch.on_device:
                     made.lengths.check(wait=True)
                 else:

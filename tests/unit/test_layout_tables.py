@@ -6,13 +6,14 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cases import plan_with
 
 import thdattn
 from thdattn import PackedBatch, Sharding
 from thdattn.capacity import BalancedCapacity, LayoutTables
+from thdattn.engines import reference
 from thdattn.plan import layout_tables
-from thdattn.plan.key_transfers import KeySide, key_side_sizes, needed_rows
-from thdattn.plan.ranges import host_arrays
+from thdattn.plan.key_transfers import KeySide, needed_rows
 
 WINDOWS = (-1, 0), (40, 0), (-1, -1)
 MAX_RUNS = 300
@@ -53,8 +54,8 @@ def test_tables_are_the_arrays_of_the_host(cp_size):
             assert len(words) == LayoutTables.num_words(MAX_RUNS, WINDOWS)
             tables = LayoutTables(words, capacity, MAX_RUNS, WINDOWS)
             for window in WINDOWS:
-                arrays, sizes = host_arrays(fixed, rank, window, (64, 64)), key_side_sizes(
-                    capacity, cp_size, sharding.local_rows)
+                plan = plan_with(reference, fixed, rank, window, (64, 64))
+                arrays, sizes = plan.arrays, plan.key_side_sizes
                 found = np.split(expanded(tables.key_side(window), sum(sizes)), np.cumsum(sizes)[:-1])
                 for name, x in zip(KeySide._fields, found, strict=True):
                     assert np.array_equal(x, getattr(arrays, name).ravel()), name

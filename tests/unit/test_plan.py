@@ -305,7 +305,7 @@ def test_wrong_lengths_are_named_as_on_the_host(offsets, keys, cp_size, message)
     batch = SimpleNamespace(total_rows=12)
     lengths = object.__new__(DeviceLengths)
     lengths.sharding = SimpleNamespace(batch=batch, cp_size=cp_size, strategy="dual_chunk")
-    lengths.key_batch = keys and batch
+    lengths.key_batch = batch
     lengths._offsets = [OnGpu(*x) for x in (*offsets, *(keys or offsets))]
     lengths._notice, lengths.wrong = SimpleNamespace(says_wrong=lambda: False), OnGpu(1)
     lengths.check(wait=False)

@@ -60,7 +60,7 @@ class Program:
         self.readers, self.refreshes = [], []
 
         def plan():
-            self.plan = gpu.DeviceLengths(SimpleNamespace(batch=pack, multiple=1), None)
+            self.plan = gpu.DeviceLengths(SimpleNamespace(batch=pack, multiple=1), pack)
             self.kept = plan_of(self.plan)
             return [self.call(LAYERS[0])] if "called" in how else []
 

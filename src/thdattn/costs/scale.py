@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from thdattn.costs.model import H200, Cost, Rates, Shape, compared, ways
 from thdattn.packing import PackedBatch
-from thdattn.plan.flops import attention_flops
 from thdattn.plan.mask import visible_pairs
+from thdattn.plan.memory import attention_flops
 
 
 class Scale(NamedTuple):

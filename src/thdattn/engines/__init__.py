@@ -5,7 +5,7 @@ An engine is a module with the functions of the protocol `Engine`. Plans, method
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from thdattn.comm.overlap import PeerExchange
     from thdattn.engines import cuda, reference
     from thdattn.kv_cache import KVCache
-    from thdattn.packing import PackedBatch
     from thdattn.plan.memory import Layer
     from thdattn.plan.plan import Plan, PlanArrays
     from thdattn.plan.workspace import Buffer
-    from thdattn.sharding import Sharding
 
 Array = Any  # a NumPy array for `reference`, a CuPy array for `cuda`
 Pair = Sequence[Array]  # keys and values, or their gradients
@@ -149,12 +147,9 @@ class Engine(Protocol):
     # Plans.
     def tiles(self, head_dim: int, v_head_dim: int) -> tuple[int, int]: ...
 
-    def plan_arrays(
-        self, sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-        key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: Any = None,
-    ) -> PlanArrays: ...
+    def plan_arrays(self, plan: Plan, lengths: Any = None) -> PlanArrays: ...
 
-    def plan_bytes(self, plan: Plan) -> int: ...
+    def plan_buffers(self, plan: Plan) -> Mapping[str, Buffer]: ...
 
     def plan_backward(self, plan: Plan) -> None: ...
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
 from thdattn.mamba.shape import Inputs
-from thdattn.plan.memory import Memory
+from thdattn.plan.memory import Memory, largest_windows
 from thdattn.plan.workspace import Buffer, bytes_by_name, total_bytes
 
 if TYPE_CHECKING:
@@ -97,10 +97,8 @@ def memory(layer: Layer, plan: Plan) -> Memory:
         back = [_of_ranks("gradients of states", plan, summary),
                 _of_ranks("gradients of rows", plan, halo._replace(dtype=shape.sum_dtype))]  # fmt: skip
         saved, work, backward = [*saved, halo], work + there, backward + back
-        sizes = [comm.gather_bytes([x.nbytes // comm.size], 1) for x in (*there, *back)]
-        # All exchanges share one window, which grows to the largest.
-        windows = {name: max(each[name] for each in sizes) for name in sizes[0]}
-    forward = {"plan": plan.engine.plan_bytes(plan)} | bytes_by_name(work) | windows
+        windows = largest_windows([comm.gather_bytes([x.nbytes // comm.size], 1) for x in (*there, *back)])
+    forward = bytes_by_name([*plan.engine.plan_buffers(plan).values(), *work]) | windows
     dweights = total_bytes(Buffer("dweights", of_one, shape.sum_dtype) for of_one in shape.weights)
     return Memory(forward, bytes_by_name(backward), bytes_by_name(saved),
                   {"dzxbcdt": zxbcdt.nbytes, "dweights": dweights})

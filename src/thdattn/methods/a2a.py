@@ -27,7 +27,7 @@ from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.engines import Array, BackwardInputs, ForwardInputs
 from thdattn.methods.base import Method, MethodOptions, Results, joined, lse_dtype
 from thdattn.plan.memory import Layer, Memory
-from thdattn.plan.workspace import pair_of, total_bytes
+from thdattn.plan.workspace import INT32, Buffer, bytes_by_name, pair_of, total_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -132,17 +132,14 @@ def memory(comm: Ranks, plan: Plan, layer: Layer, outer: Method | None = None) -
         num_heads=here.share, num_kv_heads=there.share, groups=(there.share,),
         keeps_keys=layer.keeps_keys and not alone))
 
-    def keys_of(num_rows: int, num_heads: int, dtype: np.dtype[Any]) -> int:
-        return total_bytes(pair_of("keys", (num_rows, num_heads), plan.head_dims, dtype))
-
     lse_type, ahead = lse_dtype(layer.dtype), min(groups, 2)  # while one group is computed, the next is on its way
-    its = layer.memory(plan, {}, {}).saved
-    # Of a group's heads of all rows: what comes, what goes back, what comes in the backward, and what goes back then.
-    qkv = its["q"] // groups + keys_of(size * rows, there.share, layer.dtype)
-    results = (its["out"] + its["lse"]) // groups
-    asked = its["out"] // groups + (0 if layer.keeps_keys else qkv + results)
-    sums = keys_of(size * rows, there.share, lse_type if there.sharers > 1 else layer.dtype)
-    grads = its["q"] // groups + sums
+    # Arrays of a group's heads and all rows, which come and go: numbers of bytes are those that exist at one time.
+    q, out = pair_of("q", (size * rows, here.share), plan.head_dims, layer.dtype)
+    keys = pair_of("keys", (size * rows, there.share), plan.head_dims, layer.dtype)
+    lse = Buffer("lse", (here.share, size * rows), lse_type)
+    sums = total_bytes(x._replace(dtype=lse_type if there.sharers > 1 else x.dtype) for x in keys)
+    qkv, results, grads = total_bytes([q, *keys]), total_bytes([out, lse]), q.nbytes + sums
+    asked = out.nbytes + (0 if layer.keeps_keys else qkv + results)
     most, heads = max(qkv, results, asked, grads), 0 if layer.keeps_keys else ahead * qkv + results
 
     sizes = most // size * (1 - np.eye(size, dtype=np.int64))
@@ -152,17 +149,19 @@ def memory(comm: Ranks, plan: Plan, layer: Layer, outer: Method | None = None) -
     if heads:
         forward["heads of all rows"] = heads
     if plan.sharding.outer is None:
-        forward["plan"] += plan.engine.plan_bytes(plan) + 4 * (plan.batch.total_rows + 1)
+        forward["plan"] += total_bytes([*plan.engine.plan_buffers(plan).values(), _inverse_buffer(plan)])
         forward["heads in another order"] = max(most, ahead * qkv * layer.keeps_keys)
     elif alone and plan.core.key_rows < size * rows:
         backward["gradients behind which zeros are put"] = sums
     if there.sharers > 1:
-        backward["partial sums of dk and dv of ranks"] = keys_of(rows, size, lse_type)
+        partials = pair_of("partial sums of dk and dv of ranks", (rows, size), plan.head_dims, lse_type)
+        backward |= bytes_by_name(partials)
     kept = {}
     if layer.keeps_keys:
         kept["kept heads"] = groups * (qkv + results)
         kept |= {name: groups * x for name, x in inside.saved.items() if name == "kept keys"}
-    return layer.memory(plan, forward, backward, kept)
+    its = layer.memory(plan, [], [])
+    return Memory(forward, backward, its.saved | kept, its.grads)
 
 
 def _between_groups(options: MethodOptions, outer: Comm) -> MethodOptions:
@@ -335,7 +334,8 @@ def _swap_of(pairs: tuple[tuple[_Deal, int, tuple[int, ...], int], ...], group: 
 def _inverse(plan: Plan) -> Array:
     """Return the number in rank order of every row in sequence order; it follows the plan."""
     order = plan.rank_order
-    inverse = plan.engine.empty((plan.batch.total_rows + 1,), order.dtype)
+    declared = _inverse_buffer(plan)
+    inverse = plan.engine.empty(declared.shape, declared.dtype)
     places = np.arange(len(order), dtype=order.dtype, like=order)
 
     def make() -> None:
@@ -343,6 +343,10 @@ def _inverse(plan: Plan) -> Array:
 
     plan.make(make)
     return inverse[:-1]
+
+
+def _inverse_buffer(plan: Plan) -> Buffer:
+    return Buffer("plan", (plan.batch.total_rows + 1,), INT32, "inverse")
 
 
 def _lse_moved(lse: Any, order: Any) -> Any:

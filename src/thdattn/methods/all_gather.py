@@ -24,10 +24,10 @@ import numpy as np
 
 from thdattn.comm import Arrival
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
-from thdattn.methods.base import MethodOptions, Results, joined, key_buffers, lse_dtype
+from thdattn.methods.base import MethodOptions, Results, joined, kept_keys, key_buffers, lse_dtype
 from thdattn.plan.memory import Layer, Memory
-from thdattn.plan.owners import owners_bytes, places_of_keys
-from thdattn.plan.workspace import Buffer, bytes_by_name, pair_of, total_bytes
+from thdattn.plan.owners import owner_buffers, places_of_keys
+from thdattn.plan.workspace import Buffer, pair_of
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -139,18 +139,18 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     in_place = int(comm.reads_peers)  # the first group of keys
     work = [buffer for group, heads in [*enumerate(groups)][in_place:]
             for buffer in gathered_buffers(plan, 0, group, heads, layer.dtype)]  # fmt: skip
-    kept = key_buffers(plan, layer.num_kv_heads, layer.dtype) if layer.keeps_keys else []
-    if not kept:
-        work += key_buffers(plan, max(groups), layer.dtype)
+    ordered = key_buffers(plan, layer.num_kv_heads if layer.keeps_keys else max(groups), layer.dtype)
+    kept = kept_keys(ordered) if layer.keeps_keys else []
+    work += [] if kept else ordered
     own_rows = pair_of("own rows", (plan.local_key_rows, layer.num_kv_heads), plan.head_dims, layer.dtype)
-    forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work + engine.forward_buffers(plan, layer))
-    forward |= comm.gather_bytes([buffer.nbytes for buffer in own_rows], len(groups))
-    backward = bytes_by_name(engine.backward_buffers(plan, layer, sum_dtype, "own" if comm.overlaps else "made"))
-    sums = [[buffer.nbytes for buffer in gathered_buffers(plan, 0, 0, heads, sum_dtype)] for heads in groups]
-    backward |= comm.sum_bytes(sums, layer.deterministic)
+    forward = [*engine.plan_buffers(plan).values(), *work, *engine.forward_buffers(plan, layer)]
+    backward = engine.backward_buffers(plan, layer, sum_dtype, "own" if comm.overlaps else "made")
     if comm.overlaps:
-        backward["owners of keys"] = owners_bytes(plan)
-    return layer.memory(plan, forward, backward, {"kept keys": total_bytes(kept)} if kept else {})
+        backward += owner_buffers(plan)
+    sums = [[buffer.nbytes for buffer in gathered_buffers(plan, 0, 0, heads, sum_dtype)] for heads in groups]
+    return layer.memory(plan, forward, backward, kept, (
+        comm.gather_bytes([buffer.nbytes for buffer in own_rows], len(groups)),
+        comm.sum_bytes(sums, layer.deterministic)))
 
 
 def gathered_buffers(plan: Plan, turn: int, group: int, heads: int, dtype: np.dtype[Any]) -> list[Buffer]:

@@ -80,6 +80,11 @@ def key_buffers(plan: Plan, num_kv_heads: int, dtype: np.dtype[Any]) -> list[Buf
     return pair_of("keys in sequence order", (plan.key_rows, num_kv_heads), plan.head_dims, dtype)
 
 
+def kept_keys(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Declare the same keys and values as what the forward keeps for the backward."""
+    return [buffer._replace(name="kept keys") for buffer in buffers]
+
+
 @functools.cache
 def lse_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of the log-sum-exp of inputs of a dtype."""

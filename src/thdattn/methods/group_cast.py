@@ -24,9 +24,9 @@ from numpy.typing import DTypeLike, NDArray
 from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
-from thdattn.methods.base import MethodOptions, Results, key_buffers, lse_dtype
-from thdattn.plan.memory import Layer, Memory
-from thdattn.plan.workspace import Buffer, bytes_by_name, pair_of, total_bytes
+from thdattn.methods.base import MethodOptions, Results, kept_keys, key_buffers, lse_dtype
+from thdattn.plan.memory import Layer, Memory, largest_windows
+from thdattn.plan.workspace import Buffer, pair_of
 
 if TYPE_CHECKING:
     from thdattn.balance import Ints
@@ -114,14 +114,13 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
         _sizes(comm, routes, heads * sum(plan.head_dims) * dtype.itemsize, back=back)
         for dtype, back in ((layer.dtype, False), (sum_dtype, True)))]
     needed = [] if plan.needs_own_rows else key_buffers(plan, heads, layer.dtype)
-    work = messages("rows under way", layer.dtype) + engine.forward_buffers(plan, layer)
-    forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work if layer.keeps_keys else needed + work)
-    forward |= {name: max(each.get(name, 0) for each in windows) for name in windows[1]}  # one for both, as it grows
-    sums = engine.backward_buffers(plan, layer, layer.dtype if alone else sum_dtype, "made")
-    backward = bytes_by_name(messages("partial sums under way", sum_dtype) + sums)
-    if alone:
-        backward.pop("partial sums of dk and dv", None)  # which are dk and dv
-    return layer.memory(plan, forward, backward, {"kept keys": total_bytes(needed)} if layer.keeps_keys else {})
+    kept = kept_keys(needed) if layer.keeps_keys else []
+    forward = [*engine.plan_buffers(plan).values(), *([] if kept else needed),
+               *messages("rows under way", layer.dtype), *engine.forward_buffers(plan, layer)]
+    sums = engine.backward_buffers(
+        plan, layer, layer.dtype if alone else sum_dtype, "given" if alone else "made")
+    backward = [*messages("partial sums under way", sum_dtype), *sums]
+    return layer.memory(plan, forward, backward, kept, (largest_windows(windows), {}))
 
 
 def is_worth_overlapping(comm: Comm, plan: Plan, num_rows: int, like: Pair, dtype: DTypeLike) -> bool:

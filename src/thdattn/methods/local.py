@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeVar
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
 from thdattn.methods.base import MethodOptions, Results, key_buffers
 from thdattn.plan.memory import Layer, Memory
-from thdattn.plan.workspace import bytes_by_name
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -48,10 +47,8 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     """Return the bytes of all buffers; see Method."""
     engine, layer = plan.engine, layer._replace(groups=(layer.num_kv_heads,))
     work = key_buffers(plan, layer.num_kv_heads, layer.dtype) if plan.has_unseen_keys else []
-    forward = {"plan": engine.plan_bytes(plan)} | bytes_by_name(work + engine.forward_buffers(plan, layer))
-    backward = bytes_by_name(engine.backward_buffers(plan, layer, layer.dtype, "made"))
-    backward.pop("partial sums of dk and dv", None)  # which are dk and dv
-    return layer.memory(plan, forward, backward)
+    forward = [*engine.plan_buffers(plan).values(), *work, *engine.forward_buffers(plan, layer)]
+    return layer.memory(plan, forward, engine.backward_buffers(plan, layer, layer.dtype, "given"))
 
 
 def _in_sequence_order(inputs: _Inputs, keys: GatheredKV | None) -> _Inputs:

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from thdattn.comm import no_wait
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
 from thdattn.methods.base import MethodOptions, Results, lse_dtype
-from thdattn.plan.memory import Layer, Memory
-from thdattn.plan.workspace import Buffer, bytes_by_name, pair_of, total_bytes
+from thdattn.plan.memory import Layer, Memory, largest_windows
+from thdattn.plan.workspace import Buffer, pair_of, total_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -96,15 +96,14 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     out, dq = _accumulators(plan, layer.num_heads, dtype)
     keys = partial(_slice, "slices of keys", plan, layer.num_kv_heads, layer.dtype)
     sums = partial(_slice, "sums of dk and dv", plan, layer.num_kv_heads, dtype)
-    work = [out, *chain(*map(keys, range(min(comm.size - 1, 2)))), *engine.forward_buffers(part, layer)]
+    forward = [*engine.plan_buffers(plan).values(), *(comm.size * [*engine.plan_buffers(part).values()]), out,
+               *chain(*map(keys, range(min(comm.size - 1, 2)))), *engine.forward_buffers(part, layer)]
     if plan.has_masked_out_queries:
-        work += _slice("own keys without padding", plan, layer.num_kv_heads, layer.dtype)
-    forward = {"plan": engine.plan_bytes(plan) + comm.size * engine.plan_bytes(part)} | bytes_by_name(work)
+        forward += _slice("own keys without padding", plan, layer.num_kv_heads, layer.dtype)
     every_sum = chain(*map(sums, range(min(2 * comm.size - 1, 3))))
-    backward = bytes_by_name([dq, *every_sum, *engine.backward_buffers(part, layer, dtype, "given")])
+    backward = [dq, *every_sum, *engine.backward_buffers(part, layer, dtype, "given")]
     windows = [comm.exchange_bytes(_hop_sizes(comm.size, total_bytes(hop())), 0) for hop in (keys, sums)]
-    forward |= {name: max(each.get(name, 0) for each in windows) for name in windows[1]}  # one for both, as it grows
-    return layer.memory(plan, forward, backward)
+    return layer.memory(plan, forward, backward, comm=(largest_windows(windows), {}))
 
 
 def _accumulators(plan: Plan, num_heads: int, dtype: np.dtype[Any]) -> tuple[Buffer, Buffer]:

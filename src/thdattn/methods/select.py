@@ -14,9 +14,8 @@ from thdattn.comm.levels import Levels
 from thdattn.methods import a2a, all_gather, group_cast, local, p2p
 from thdattn.methods.base import Method
 from thdattn.packing import PackedBatch
-from thdattn.plan.flops import attention_flops
 from thdattn.plan.mask import most_in_sight
-from thdattn.plan.memory import Layer, Memory
+from thdattn.plan.memory import Layer, Memory, attention_flops
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding, as_sharding
 

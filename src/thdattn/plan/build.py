@@ -110,9 +110,7 @@ def with_arrays(plan: Plan, lengths: Any = None) -> Plan:
         lengths: for the core of a plan with lengths on a GPU, that plan's DeviceLengths.
     """
     if plan.core is None or plan.sharding.outer is None:
-        key_batch = plan.key_batch if plan.is_cross else None
-        arrays = plan.engine.plan_arrays(
-            plan.sharding, plan.cp_rank, plan.window, plan.tiles, key_batch, lengths=lengths)
+        arrays = plan.engine.plan_arrays(plan, lengths)
         return replace(plan, arrays=arrays, core=plan.core and with_arrays(plan.core, arrays.lengths))
     core = with_arrays(plan.core)
     first = plan.cp_rank % plan.sharding.inner * plan.local_rows

@@ -124,12 +124,6 @@ class KeySide(NamedTuple):
     places: Pieces
 
 
-def key_side_sizes(capacity: BalancedCapacity, cp_size: int, local_rows: int) -> list[int]:
-    """Return the sizes of the arrays of a KeySide in every layout of a capacity."""
-    received = (cp_size - 1) * capacity.message_rows
-    return [capacity.key_rows, received + local_rows, received, cp_size * local_rows, capacity.key_rows]
-
-
 @dataclass(frozen=True, eq=False)
 class NeededRows:
     """Key buffers of all ranks under a mask, and the owners of their rows.

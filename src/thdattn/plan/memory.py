@@ -1,18 +1,24 @@
-"""Bytes of every buffer of a batch on one rank, known before anything is allocated."""
+"""Bytes and operations of a layer, known before anything is allocated; and the check that its buffers fit."""
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from thdattn.plan.workspace import Buffer, Bytes, pair_of
+from thdattn.plan.workspace import Buffer, Bytes, bytes_by_name, pair_of
 
 if TYPE_CHECKING:
+    from thdattn.comm import Comm
+    from thdattn.engines import Engine
     from thdattn.plan.plan import Plan
+
+# Plans that are still referenced.
+_plans: WeakKeyDictionary[Comm, WeakSet[Plan]] = WeakKeyDictionary()
 
 
 def group_heads(groups: Iterable[int], each: int) -> list[tuple[int, int]]:
@@ -48,19 +54,23 @@ class Layer(NamedTuple):
         """(query heads, kv heads) of the largest group."""
         return self.group_heads[-1]
 
-    def memory(self, plan: Plan, forward: Bytes, backward: Bytes, kept: Bytes | None = None) -> Memory:
+    def memory(
+        self, plan: Plan, forward: Iterable[Buffer], backward: Iterable[Buffer], kept: Iterable[Buffer] = (),
+        comm: tuple[Bytes, Bytes] = ({}, {}),
+    ) -> Memory:
         """Return the memory of a layer with this plan.
 
         Args:
-            forward, backward: as Memory has them.
-            kept: bytes of what the method keeps for the backward, by name.
+            forward, backward: work buffers; see Memory.
+            kept: what the method keeps for the backward.
+            comm: bytes that the comm allocates in forward and in backward, by name.
         """
         lse = Buffer("lse", (self.num_heads, plan.local_rows), np.promote_types(self.dtype, np.float32))
         q, out = pair_of("q", (plan.local_rows, self.num_heads), plan.head_dims, self.dtype)
         k, v = pair_of("k", (plan.local_key_rows, self.num_kv_heads), plan.head_dims, self.dtype)
         saved = {"q": q.nbytes, "k": k.nbytes, "v": v.nbytes, "out": out.nbytes, "lse": lse.nbytes}
-        grads = {"dq": q.nbytes, "dk": k.nbytes, "dv": v.nbytes}
-        return Memory(forward, backward, saved | (kept or {}), grads)
+        return Memory(bytes_by_name(forward) | comm[0], bytes_by_name(backward) | comm[1],
+                      saved | bytes_by_name(kept), {"dq": q.nbytes, "dk": k.nbytes, "dv": v.nbytes})
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,6 +136,56 @@ class Memory(Mapping[str, int]):
         return self.forward, self.backward, self.saved, self.grads
 
 
+def largest_windows(exchanges: Sequence[Bytes]) -> Bytes:
+    """Return the bytes of windows that several exchanges share, each as large as the largest of them needs."""
+    return {name: max(sizes.get(name, 0) for sizes in exchanges) for sizes in exchanges for name in sizes}
+
+
 def in_units(size: int) -> str:
     """Return a number of bytes as text, in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+
+
+def count_as_free(comm: Comm, plan: Plan) -> None:
+    """Count the buffers of a plan as free when the next plans of this comm are checked."""
+    _plans.setdefault(comm, WeakSet()).add(plan)
+
+
+def shortage(engine: Engine, comm: Comm, memory: Memory, forward_only: bool) -> str:
+    """Return why a plan's work buffers and one layer do not fit in free memory; "" if they do, or if it is unknown.
+
+    Memory that this plan takes over counts as free: existing peer windows, and buffers of earlier plans, because a
+    training loop still holds its last plan while it makes the next. Other arrays of the caller count as in use.
+
+    Args:
+        memory: bytes of the buffers of the plan and the layer.
+        forward_only: the layer has no backward.
+    """
+    held = comm.held_bytes()
+    there = sum(memory[name] for name, size in held.items() if name in memory and memory[name] <= size)
+    there += sum(before.held_bytes() for before in _plans.get(comm, ()))
+    wanted = memory.wanted(forward_only)
+    free = engine.free_bytes(wanted - there)
+    if free is None:
+        return ""
+    return (f"the batch needs {in_units(wanted)} of GPU memory for its work buffers and one layer, wanted at most "
+            f"the {in_units(free + there)} that are free; pass fewer tokens, spread them over more ranks, or make "
+            f"CPAttention with keep_keys=False or more head_groups (CPAttention.memory says what takes how much)")
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one attention layer, summed over all ranks; exact ints.
+
+    Attributes:
+        forward: operations of one forward.
+        backward: operations of one backward.
+    """
+
+    forward: int
+    backward: int
+
+
+def attention_flops(pairs: int, num_heads: int, head_dims: tuple[int, int]) -> Flops:
+    """Return the operations of attention over `pairs` visible pairs; see CPAttention.flops."""
+    multiply_adds = pairs * num_heads * sum(head_dims)
+    return Flops(forward=2 * multiply_adds, backward=5 * multiply_adds)

@@ -8,7 +8,7 @@ import numpy as np
 
 from thdattn.plan.memory import Layer
 from thdattn.plan.plan import Plan
-from thdattn.plan.workspace import Buffer, pair_of
+from thdattn.plan.workspace import INT32, Buffer, pair_of
 
 
 def places_of_keys(plan: Plan, by_rank: bool = True) -> tuple[Any, Any]:
@@ -26,12 +26,10 @@ def places_of_keys(plan: Plan, by_rank: bool = True) -> tuple[Any, Any]:
         order, num_rows = plan.rank_order, plan.local_key_rows
         mine = order[plan.cp_rank * num_rows :][:num_rows]
         each = num_rows if by_rank else len(order)
+        owners, places, rows = (plan.engine.empty(x.shape, x.dtype) for x in owner_buffers(plan))
         numbers = np.arange(len(order), dtype=order.dtype, like=order)  # of CuPy arrays this is cupy.arange
-        owners = np.empty_like(order, shape=(len(order), 2))
         np.floor_divide(numbers, each, out=owners[:, 0])  # in place too, where the plan is made in a graph
         np.remainder(numbers, each, out=owners[:, 1])
-        places = np.empty_like(owners, shape=(plan.key_rows + 1, 2))
-        rows = np.empty_like(mine)
 
         def follow() -> None:  # in place, as a captured graph may have the memory of nothing else
             places[...] = -1
@@ -46,9 +44,10 @@ def places_of_keys(plan: Plan, by_rank: bool = True) -> tuple[Any, Any]:
     return found
 
 
-def owners_bytes(plan: Plan) -> int:
-    """Return the bytes of the arrays of places_of_keys."""
-    return 4 * (2 * (plan.key_rows + 1 + plan.cp_size * plan.local_key_rows) + plan.local_key_rows)
+def owner_buffers(plan: Plan) -> list[Buffer]:
+    """Declare the arrays of places_of_keys: owners of rows in rank order, and the two that it returns."""
+    shapes = (plan.cp_size * plan.local_key_rows, 2), (plan.key_rows + 1, 2), (plan.local_key_rows,)
+    return [Buffer("owners of keys", shape, INT32, part) for part, shape in enumerate(shapes)]
 
 
 def partials_of_keys(plan: Plan, layer: Layer, sum_dtype: np.dtype[Any], where: str) -> list[Buffer]:

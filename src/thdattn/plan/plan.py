@@ -200,6 +200,14 @@ class Plan:
     def _needed_rows(self) -> NeededRows:
         return needed_rows(self.batch, self.cp_size, self.window, self.local_rows)
 
+    @property
+    def key_side_sizes(self) -> list[int]:
+        """Sizes of the arrays of a KeySide, with needed rows; else empty."""
+        if self.keys_of is not None or self.routes is None:
+            return []
+        received, sent = self.routes.num_received, self.routes.num_sent
+        return [self.key_rows, received + self.local_rows, sent, self.cp_size * self.local_rows, self.key_rows]
+
     @cached_property
     def routes(self) -> Routes | None:
         """Numbers of key rows that ranks send to each other; None where ranks exchange all rows."""
@@ -214,10 +222,9 @@ class Plan:
 
     def slice_of(self, rank: int) -> Plan:
         """Return the plan whose key buffer has the rows of one rank; without arrays if this plan has none."""
-        arrays, of = self.arrays, (self.sharding, self.cp_rank, self.window, self.tiles)
-        if arrays is not NO_ARRAYS:
-            arrays = self.engine.plan_arrays(*of, keys_of=rank, lengths=arrays.lengths)
-        part = replace(self, arrays=arrays, keys_of=rank)
+        part = replace(self, arrays=NO_ARRAYS, keys_of=rank)
+        if self.arrays is not NO_ARRAYS:
+            part = replace(part, arrays=self.engine.plan_arrays(part, self.arrays.lengths))
         object.__setattr__(part, "workspace", self.workspace)
         return part
 
@@ -467,11 +474,3 @@ class Plan:
                 With a comm every rank raises if one does, or if x's shape or dtype, n or fill differ between ranks.
         """
         return rank_rows.shift(self, x, n, fill, comm)
-
-
-def key_side_ints(plan: Plan) -> int:
-    """Count the ints of rank_order, rows_of_keys, sends, returns and places with needed rows; 0 without."""
-    if plan.keys_of is not None or plan.routes is None:
-        return 0
-    routes = plan.routes
-    return 2 * plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows

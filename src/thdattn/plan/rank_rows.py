@@ -5,7 +5,7 @@ Plan has these functions as methods, whose docstrings explain the arguments.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,39 +14,11 @@ from thdattn.comm import Comm
 from thdattn.packing import PackedBatch
 from thdattn.trees import Trees
 
-
-class RankPlan(Protocol):
-    """Attributes of a plan that these functions read."""
-
-    @property
-    def engine(self) -> Any:
-        """The engine: engines.reference or engines.cuda."""
-
-    @property
-    def arrays(self) -> Any:
-        """The PlanArrays."""
-
-    @property
-    def batch(self) -> PackedBatch:
-        """The batch of the queries."""
-
-    @property
-    def cp_rank(self) -> int:
-        """The rank that the plan is for."""
-
-    @property
-    def cp_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def local_rows(self) -> int:
-        """Rows that every rank stores."""
-
-    def enter(self) -> None:
-        """Make the current stream wait until the arrays are ready."""
+if TYPE_CHECKING:
+    from thdattn.plan.plan import Plan
 
 
-def shard(plan: RankPlan, x: Any) -> Any:
+def shard(plan: Plan, x: Any) -> Any:
     """Return Plan.shard(x)."""
     plan.enter()
     x = _checked(plan, x, plan.batch.total_rows, "pass the whole packed array, as batch.pack makes it")
@@ -55,7 +27,7 @@ def shard(plan: RankPlan, x: Any) -> Any:
     return np.where(owned, local, local.dtype.type(0)).view(x.dtype)  # of CuPy arrays this is cupy.where
 
 
-def unshard(plan: RankPlan, x: Any, comm: Comm) -> Any:
+def unshard(plan: Plan, x: Any, comm: Comm) -> Any:
     """Return Plan.unshard(x, comm)."""
     _check_comm(plan, comm)
     x = _checked(plan, x, plan.local_rows, "pass this rank's rows, as forward returns them")
@@ -64,7 +36,7 @@ def unshard(plan: RankPlan, x: Any, comm: Comm) -> Any:
     return _packed(plan, x, comm)[:-1].view(x.dtype)
 
 
-def shift(plan: RankPlan, x: Any, n: int, fill: Any, comm: Comm | None) -> Any:
+def shift(plan: Plan, x: Any, n: int, fill: Any, comm: Comm | None) -> Any:
     """Return Plan.shift(x, n, fill, comm)."""
     if comm is not None or plan.cp_size > 1:
         _check_comm(plan, comm)
@@ -92,7 +64,7 @@ def shift(plan: RankPlan, x: Any, n: int, fill: Any, comm: Comm | None) -> Any:
     return packed[_source_rows(plan, n)].view(x.dtype)
 
 
-def _source_rows(plan: RankPlan, n: int) -> Any:
+def _source_rows(plan: Plan, n: int) -> Any:
     """Return the source row in the pack of each local row; total_rows where there is none.
 
     The host reads no length, so that lengths may be on a GPU.
@@ -123,7 +95,7 @@ def rows_before(batch: PackedBatch, trees: Trees, rows: Any, distance: int) -> A
     return rows
 
 
-def _packed(plan: RankPlan, x: Any, comm: Comm | None) -> Any:
+def _packed(plan: Plan, x: Any, comm: Comm | None) -> Any:
     """Return all ranks' rows in sequence order, as words, and after them one row for fillers."""
     gathered = words = _words(x)
     if comm is not None:
@@ -134,7 +106,7 @@ def _packed(plan: RankPlan, x: Any, comm: Comm | None) -> Any:
     return packed
 
 
-def _check_comm(plan: RankPlan, comm: Comm | None) -> None:
+def _check_comm(plan: Plan, comm: Comm | None) -> None:
     if not isinstance(comm, Comm):
         raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm; pass that of the attention")
     if (comm.rank, comm.size) != (plan.cp_rank, plan.cp_size):
@@ -144,7 +116,7 @@ def _check_comm(plan: RankPlan, comm: Comm | None) -> None:
         )
 
 
-def _checked(plan: RankPlan, x: Any, num_rows: int, remedy: str) -> Any:
+def _checked(plan: Plan, x: Any, num_rows: int, remedy: str) -> Any:
     x = plan.engine.from_user("x", x)
     if x.shape[:1] != (num_rows,):
         raise ValueError(f"x has shape {x.shape}, wanted {num_rows} rows; {remedy}")

@@ -11,18 +11,11 @@ from thdattn.engines.cuda.backward import attn_bwd, plan_backward, rounded, with
 from thdattn.engines.cuda.decode import attn_decode, cache_append, cache_fill
 from thdattn.engines.cuda.forward import attn_fwd
 from thdattn.engines.cuda.launch import capture, empty, free_bytes, from_user, in_place
-from thdattn.engines.cuda.plan import enter, nan_if_invalid, plan_arrays, plan_bytes
+from thdattn.engines.cuda.plan import enter, nan_if_invalid, plan_arrays, plan_buffers
 from thdattn.engines.cuda.rows import add_partials, pack_rows, place_rows, to_rank_order, to_sequence_order
 from thdattn.engines.cuda.softcap import sinks_grad
 from thdattn.engines.cuda.workspace import backward_buffers, forward_buffers
 from thdattn.kernels.configs import TILES
-
-__all__ = [
-    "add_partials", "attn_bwd", "attn_decode", "attn_fwd", "backward_buffers", "cache_append", "cache_fill", "capture",
-    "device", "dtypes", "empty", "enter", "forward_buffers", "free_bytes", "from_user", "head_dims", "in_place",
-    "name", "nan_if_invalid", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "rounded",
-    "sinks_grad", "tiles", "to_rank_order", "to_sequence_order", "without_padding",
-]  # fmt: skip
 
 name = "cuda"
 device = "cuda"

@@ -291,7 +291,7 @@ def partials_per_tile(plan: Plan) -> Array:
     row = TILES[plan.head_dims]
 
     def make() -> Array:
-        numbers = launch.empty(*num_partials(plan)[1:3])
+        numbers = launch.new(num_partials(plan))
         # Not the plan, which keeps `count` for a refresh: it would keep itself.
         grid, args = (plan.arrays.key_tiles.shape[1],), (numbers, plan.query_ranges, np.int32(plan.key_rows))
 

@@ -141,7 +141,7 @@ def _split_keys(plan: Plan, order: Array, heads: Heads) -> tuple[Array, Any]:
     partials = plan.workspace.array(most, declared.shape)
     arrived = plan.memoize(
         ("arrived", partials.shape), lambda: cupy.zeros(len(partials) * row.forward_sm90.warps, np.uint32))
-    splits = launch.empty(*kv_splits(plan, layer_heads, heads.num_heads, len(order))[1:3])
+    splits = launch.new(kv_splits(plan, layer_heads, heads.num_heads, len(order)))
     args = splits, plan.key_ranges, order, every, *map(np.int32, (
         plan.local_rows, len(order), len(every), layer_heads, gpu.multiprocessors,
         scheduler.most_kv_splits(gpu, len(every), layer_heads)))

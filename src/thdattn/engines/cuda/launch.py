@@ -18,6 +18,7 @@ from thdattn.jit import compiler
 from thdattn.jit.tensor_map import tensor_map
 from thdattn.packing import DLPACK_HOST
 from thdattn.plan.memory import group_heads
+from thdattn.plan.workspace import Buffer
 
 Array = Any  # cupy.ndarray, whose hints are partial
 NONE = np.uint64(0)  # a null pointer, passed where there is no array
@@ -26,6 +27,11 @@ NONE = np.uint64(0)  # a null pointer, passed where there is no array
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Return a new uninitialised array; the engine allocates all its arrays by this function."""
     return cupy.empty(shape, dtype)
+
+
+def new(buffer: Buffer) -> Array:
+    """Return a new uninitialised array as declared."""
+    return empty(buffer.shape, buffer.dtype)
 
 
 def free_bytes(wanted: int) -> int | None:

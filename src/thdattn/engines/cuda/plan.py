@@ -20,8 +20,9 @@ from thdattn.jit import compiler
 from thdattn.kernels.instances import PLAN_KERNELS
 from thdattn.packing import PackedBatch
 from thdattn.plan.generations import renew
-from thdattn.plan.key_transfers import KeySide, Pieces, all_rows, key_side_sizes, needed_rows
-from thdattn.plan.plan import Plan, PlanArrays, key_side_ints
+from thdattn.plan.key_transfers import KeySide, Pieces, all_rows, needed_rows
+from thdattn.plan.plan import Plan, PlanArrays
+from thdattn.plan.workspace import INT32, Buffer
 from thdattn.sharding import Sharding
 
 NAN_BLOCKS = 64  # of 256 threads, which end at once if the lengths are right
@@ -29,11 +30,8 @@ _ORDER_INTS = 5  # ints of a tile: its places in two orders, and three for its c
 _CHECK, _ROWS, _RUNS, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _PAIRS, _NAN_IF_INVALID = PLAN_KERNELS
 
 
-def plan_arrays(
-    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: DeviceLengths | None = None,
-) -> PlanArrays:
-    """Compute the arrays of a plan with kernels, without a copy to the host and without waiting.
+def plan_arrays(plan: Plan, lengths: DeviceLengths | None = None) -> PlanArrays:
+    """Compute the arrays of a plan that has none with kernels, without a copy to the host and without waiting.
 
     With lengths on the GPU, a captured CUDA graph plans again at each replay. Only the GPU sees wrong lengths, which
     DeviceLengths reports: a new one, or the `lengths` of another plan, which is refreshed together with this one.
@@ -43,49 +41,56 @@ def plan_arrays(
     Raises:
         RuntimeError: lengths on the host, on a stream that captures a CUDA graph.
     """
-    spec = _Spec(sharding, cp_rank, window, tiles, key_batch, keys_of)
-    if sharding.batch.on_device:
-        lengths = lengths or DeviceLengths(sharding, key_batch)
-        return _arrays(spec, _rows(spec, lengths.checked, lengths), lengths)
+    if plan.batch.on_device:
+        lengths = lengths or DeviceLengths(plan.sharding, plan.key_batch)
+        return _arrays(plan, _rows(plan, lengths.checked, lengths), lengths)
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             "a batch with its lengths on the host was planned on a stream that captures a CUDA graph, wanted lengths "
             "on the GPU there; make the plan before the capture, or use thdattn.graphs.StaticPack"
         )
-    if key_batch is not None:
-        return _arrays(spec, _rows(spec, _uploaded(sharding.batch, key_batch)))
-    return _cached(spec)
+    if plan.is_cross:
+        return _arrays(plan, _rows(plan, _uploaded(plan.batch, plan.key_batch)))
+    return _cached(plan)
 
 
-class _Spec(NamedTuple):
-    """Properties that the arrays of a plan depend on; see Plan."""
+def plan_buffers(plan: Plan) -> dict[str, Buffer]:
+    """Declare the arrays of a plan that shares none with another plan.
 
-    sharding: Sharding
-    cp_rank: int
-    window: tuple[int, int]
-    tiles: tuple[int, int]
-    key_batch: PackedBatch | None
-    keys_of: int | None
+    One array holds the rows of all ranks, or of the keys if these are more. An array of tiles also holds their costs,
+    which a replayed graph writes.
+    """
+    offsets, (query_tiles, key_tiles) = plan.batch.num_seqs + 1, plan.num_tiles
+    order = max(plan.cp_size * plan.local_rows, plan.key_batch.total_rows if plan.is_cross else 0)
+    shapes = {
+        "offsets": (4 * offsets + 1,) if plan.batch.on_device else (1 + plan.is_cross, 2, offsets),
+        "order": (order,), "positions": (plan.local_rows,),
+        "key_side": (sum(plan.key_side_sizes),),
+        "key_ranges": (plan.local_rows, 2), "query_ranges": (plan.key_rows, 2),
+        "query_tiles": (_ORDER_INTS * query_tiles,), "key_tiles": (_ORDER_INTS * key_tiles,),
+    }
+    return {"valid": Buffer("plan", (plan.local_rows,), np.dtype(bool)),
+            **{field: Buffer("plan", shape, INT32, field) for field, shape in shapes.items()}}
 
 
 # The last plans of a batch by rank, and by rank and mask: weak references to arrays that are never written again.
 _planned: weakref.WeakKeyDictionary[PackedBatch, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def _cached(spec: _Spec) -> PlanArrays:
+def _cached(plan: Plan) -> PlanArrays:
     """Return arrays of a plan that shares equal ones with other plans of this batch and rank.
 
     Plans share only on one stream: it orders the writes of shared arrays before all reads, and before any reuse of
     their memory.
     """
-    sharding, cp_rank = spec.sharding, spec.cp_rank
-    planned, stream = _planned.setdefault(sharding.batch, {}), cupy.cuda.get_current_stream()
-    rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, sharding.local_rows, cp_rank
-    mask = rank, spec.window, spec.tiles, spec.keys_of, sharding.capacity
+    sharding, device = plan.sharding, cupy.cuda.runtime.getDevice()
+    planned, stream = _planned.setdefault(plan.batch, {}), cupy.cuda.get_current_stream()
+    rank = device, stream.ptr, sharding.strategy, plan.cp_size, plan.local_rows, plan.cp_rank
+    mask = rank, plan.window, plan.tiles, plan.keys_of, sharding.capacity
     same: PlanArrays | None = planned.get(mask, _gone)()
     if same is None:
         other = planned.get(rank, _gone)()
-        same = _arrays(spec, _Rows.of(other) if other else _rows(spec, _uploaded(sharding.batch)))
+        same = _arrays(plan, _Rows.of(other) if other else _rows(plan, _uploaded(plan.batch)))
         planned[rank] = planned[mask] = weakref.ref(same)
     return same
 
@@ -130,16 +135,16 @@ class DeviceLengths:
     them at once if it waits. Otherwise it reads memory that the kernel writes, whenever it checks next.
 
     Attributes:
-        sharding, key_batch: as passed to plan_arrays.
+        sharding, key_batch: those of the plan.
         checked: (2, 2, num_seqs + 1) int32, cu_seqlens and cu_seqlens_padded of queries and keys, all 0 if wrong.
         wrong: (1,) int32, 1 if wrong.
         generation: changes with every refresh of the lengths; see thdattn.plan.generations.
         made_in: number of the capture of the CUDA graph that makes the plan; None: made outside of captures.
     """
 
-    def __init__(self, sharding: Sharding, key_batch: PackedBatch | None) -> None:
+    def __init__(self, sharding: Sharding, key_batch: PackedBatch) -> None:
         self.sharding, self.key_batch = sharding, key_batch
-        batch, keys = sharding.batch, key_batch or sharding.batch
+        batch, keys = sharding.batch, key_batch
         self._made: list[Callable[[], None]] = []  # launches of every graph that makes the plan
         self._late: dict[Callable[[], None], int | None] = {}  # other launches, with the capture that ran them last
         self._of_graphs: dict[int | None, list[Callable[[], None]]] = {}  # by capture, launches of that graph alone
@@ -216,11 +221,10 @@ class DeviceLengths:
             return
         remedy = "results of the plan are NaN; make a plan from right lengths"
         try:  # host checks of copied offsets name the sequence, the requirement and the remedy
-            batch, keys = self.sharding.batch, self.key_batch or self.sharding.batch
-            offsets = [x.get() for x in self._offsets]
-            Sharding(PackedBatch(*offsets[:2], total_rows=batch.total_rows), self.sharding.cp_size,
-                     self.sharding.strategy)
-            PackedBatch(*offsets[2:], total_rows=keys.total_rows)
+            offsets, sharding = [x.get() for x in self._offsets], self.sharding
+            batch = PackedBatch(*offsets[:2], total_rows=sharding.batch.total_rows)
+            Sharding(batch, sharding.cp_size, sharding.strategy)
+            PackedBatch(*offsets[2:], total_rows=self.key_batch.total_rows)
         except ValueError as error:
             raise ValueError(f"lengths on the GPU were planned that are wrong: {error}; {remedy}") from None
         raise ValueError(f"lengths on the GPU were wrong when they were planned, and have changed since; {remedy}")
@@ -283,13 +287,11 @@ class _Rows(NamedTuple):
         return cls(*(getattr(plan, field) for field in cls._fields))
 
 
-def _rows(spec: _Spec, offsets: Array, lengths: DeviceLengths | None = None) -> _Rows:
-    sharding, cp_rank, key_batch = spec.sharding, spec.cp_rank, spec.key_batch
-    local_rows, num_rows = sharding.local_rows, sharding.batch.total_rows
-    if key_batch is not None:  # one rank: both orders count from 0, so the longer one contains the other
-        num_rows = max(num_rows, key_batch.total_rows)
-    order = launch.empty((_num_ordered(sharding, key_batch),), np.int32)
-    positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
+def _rows(plan: Plan, offsets: Array, lengths: DeviceLengths | None = None) -> _Rows:
+    sharding, cp_rank, local_rows, declared = plan.sharding, plan.cp_rank, plan.local_rows, plan_buffers(plan)
+    # Keys of their own are on one rank: both orders count from 0, so the longer one contains the other.
+    num_rows = max(plan.batch.total_rows, plan.key_batch.total_rows)
+    order, positions, valid = (launch.new(declared[field]) for field in ("order", "positions", "valid"))
     wrong = launch.NONE if lengths is None else lengths.wrong
     by_runs = launch.NONE, np.int32(0)
     if sharding.tables is not None:
@@ -307,67 +309,44 @@ def _table(pieces: Pieces) -> tuple[Array, np.int32]:
     return cupy.asarray(pieces.table()), np.int32(len(pieces.begin))
 
 
-def _key_side(spec: _Spec, rows: _Rows, lengths: DeviceLengths | None) -> dict[str, Array]:
+def _key_side(plan: Plan, rows: _Rows, lengths: DeviceLengths | None) -> dict[str, Array]:
     """Return rank_order and rows_of_keys, or None for them, and with needed rows sends, returns and places."""
-    sharding, key_batch, keys_of = spec.sharding, spec.key_batch, spec.keys_of
-    if keys_of is not None:
-        first = keys_of * sharding.local_rows
-        return {"rank_order": None, "rows_of_keys": rows.all_rows[first : first + sharding.local_rows]}
-    if not sharding.by_runs:
-        return {"rank_order": rows.all_rows if key_batch is None else rows.all_rows[: key_batch.total_rows]}
-    if sharding.tables is not None:
-        sizes = key_side_sizes(sharding.tables.capacity, sharding.cp_size, sharding.local_rows)
-        table = sharding.tables.key_side(spec.window)
+    if plan.keys_of is not None:
+        first = plan.keys_of * plan.local_rows
+        return {"rank_order": None, "rows_of_keys": rows.all_rows[first : first + plan.local_rows]}
+    if not plan.sharding.by_runs:
+        return {"rank_order": rows.all_rows[: plan.key_batch.total_rows] if plan.is_cross else rows.all_rows}
+    if plan.sharding.tables is not None:
+        table = plan.sharding.tables.key_side(plan.window)
     else:
-        side = needed_rows(sharding.batch, sharding.cp_size, spec.window, sharding.local_rows,
-                           sharding.capacity).key_side(spec.cp_rank)
-        sizes, table = [pieces.size for pieces in side], _table(Pieces.joined(side))
-    ends = [*itertools.accumulate(sizes)]
-    made = launch.empty((ends[-1],), np.int32)
-    _make(lengths, _RUNS, (_blocks(ends[-1]),), (made, *table, np.int32(ends[-1])))
-    arrays = {field: made[end - size : end] for field, size, end in zip(KeySide._fields, sizes, ends, strict=True)}
-    return {**arrays, "returns": arrays["returns"].reshape(sharding.cp_size, sharding.local_rows)}
+        needed = needed_rows(plan.batch, plan.cp_size, plan.window, plan.local_rows, plan.sharding.capacity)
+        table = _table(Pieces.joined(needed.key_side(plan.cp_rank)))
+    made, sizes = launch.new(plan_buffers(plan)["key_side"]), plan.key_side_sizes
+    _make(lengths, _RUNS, (_blocks(made.size),), (made, *table, np.int32(made.size)))
+    parts = zip(KeySide._fields, sizes, itertools.accumulate(sizes), strict=True)
+    arrays = {field: made[end - size : end] for field, size, end in parts}
+    return {**arrays, "returns": arrays["returns"].reshape(plan.cp_size, plan.local_rows)}
 
 
-def _num_ordered(sharding: Sharding, key_batch: PackedBatch | None) -> int:
-    """Return the rows of all ranks, or of the key_batch if it has more."""
-    num_keys = 0 if key_batch is None else key_batch.total_rows
-    return max(sharding.cp_size * sharding.local_rows, num_keys)
-
-
-def plan_bytes(plan: Plan) -> int:
-    """Return the bytes of the arrays of a plan that shares none with another plan."""
-    batch, cross = plan.batch, plan.key_batch if plan.is_cross else None
-    offsets = batch.num_seqs + 1
-    checks = 4 * offsets + 1 if batch.on_device else 2 * offsets * (1 if cross is None else 2)
-    ints = (checks + _num_ordered(plan.sharding, cross) + plan.local_rows + 2 * (plan.local_rows + plan.key_rows)
-            + _ORDER_INTS * sum(plan.num_tiles) + key_side_ints(plan))  # fmt: skip
-    return 4 * ints + plan.local_rows
-
-
-def _arrays(spec: _Spec, rows: _Rows, lengths: DeviceLengths | None = None) -> PlanArrays:
+def _arrays(plan: Plan, rows: _Rows, lengths: DeviceLengths | None = None) -> PlanArrays:
     """Compute the arrays that depend on the mask, and return them with the rows as PlanArrays."""
-    sharding, window, tiles, side = spec.sharding, spec.window, spec.tiles, _key_side(spec, rows, lengths)
-    rows_of_keys, num_seqs = side.get("rows_of_keys"), sharding.batch.num_seqs
-    num_keys = (spec.key_batch or sharding.batch).total_rows if rows_of_keys is None else len(rows_of_keys)
-    sides = sharding.local_rows, num_keys
-    alone = sharding.cp_size == 1  # the rank has all rows of the pack, in order
+    tiles, num_tiles, side, declared = plan.tiles, plan.num_tiles, _key_side(plan, rows, lengths), plan_buffers(plan)
+    rows_of_keys, num_seqs, sides = side.get("rows_of_keys"), plan.batch.num_seqs, (plan.local_rows, plan.key_rows)
+    alone = plan.cp_size == 1  # the rank has all rows of the pack, in order
     there = (launch.NONE if alone else rows.rows, launch.NONE if alone or rows_of_keys is None else rows_of_keys,
              rows.offsets[0], rows.offsets[-1])  # fmt: skip
-    key_ranges, query_ranges = ranges = [launch.empty((num_rows, 2), np.int32) for num_rows in sides]
+    key_ranges, query_ranges = ranges = [launch.new(declared[field]) for field in ("key_ranges", "query_ranges")]
     wrong = launch.NONE if lengths is None else lengths.wrong
     _make(lengths, _RANGES, (_blocks(max(sides)), 2), (
-        *ranges, *there, wrong, *map(np.int32, (num_seqs, *sides, *window))))
+        *ranges, *there, wrong, *map(np.int32, (num_seqs, *sides, *plan.window))))
 
-    num_tiles = [-(-num_rows // tile) for num_rows, tile in zip(sides, tiles, strict=True)]
-    # One array per side holds orders, then costs, so that costs live as long as a replayed graph writes them.
-    made = [launch.empty((_ORDER_INTS * num,), np.int32) for num in num_tiles]
+    made = [launch.new(declared[field]) for field in ("query_tiles", "key_tiles")]
     grid = _blocks(32 * max(num_tiles)), 2
     _make(lengths, _TILE_COST, grid, (
         *made, *ranges, *there, *map(np.int32, (num_seqs, *sides, *tiles))))
     _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, (*num_tiles, *sides))))
     query_tiles, key_tiles = (x[: 2 * num].reshape(2, num) for x, num in zip(made, num_tiles, strict=True))
-    in_order = rows.all_rows[: sharding.cp_size * sharding.local_rows]  # without the rows that only keys have
+    in_order = rows.all_rows[: plan.cp_size * plan.local_rows]  # without the rows that only keys have
     return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
                       key_tiles=key_tiles, all_rows=in_order, lengths=lengths, offsets=rows.offsets,
                       stream=cupy.cuda.get_current_stream(), **side)

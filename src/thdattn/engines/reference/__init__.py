@@ -17,7 +17,7 @@ from thdattn.engines.reference.arrays import (
     from_user,
     in_place,
     plan_arrays,
-    plan_bytes,
+    plan_buffers,
     tiles,
 )  # fmt: skip
 from thdattn.engines.reference.attention import (
@@ -39,13 +39,6 @@ from thdattn.engines.reference.rows import (
     to_sequence_order,
     without_padding,
 )  # fmt: skip
-
-__all__ = [
-    "add_partials", "attn_bwd", "attn_decode", "attn_fwd", "backward_buffers", "cache_append", "cache_fill", "capture",
-    "device", "dtypes", "empty", "enter", "forward_buffers", "free_bytes", "from_user", "head_dims", "in_place", "name",
-    "nan_if_invalid", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "rounded", "sinks_grad",
-    "tiles", "to_rank_order", "to_sequence_order", "without_padding",
-]  # fmt: skip
 
 name = "reference"
 device = "cpu"

@@ -11,10 +11,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
 from thdattn.engines.reference.blocks import MAX_BLOCK_ROWS
-from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED, PackedBatch
-from thdattn.plan.plan import Plan, PlanArrays, key_side_ints
+from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED
+from thdattn.plan.plan import Plan, PlanArrays
 from thdattn.plan.ranges import host_arrays
-from thdattn.sharding import Sharding
+from thdattn.plan.workspace import INT32, Buffer
 
 Array = NDArray[Any]
 
@@ -85,20 +85,29 @@ def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     return MAX_BLOCK_ROWS, MAX_BLOCK_ROWS
 
 
-def plan_arrays(
-    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: None = None,
-) -> PlanArrays:
-    """Compute the arrays of a plan; see plan.ranges.host_arrays. Raise a ValueError for lengths on a GPU."""
-    sharding.batch.require_host("a plan of the reference engine")
-    return host_arrays(sharding, cp_rank, window, tiles, key_batch, keys_of)
+def plan_arrays(plan: Plan, lengths: None = None) -> PlanArrays:
+    """Compute the arrays of a plan that has none.
+
+    Args:
+        lengths: the arrays of another plan, whose lengths on a GPU are refreshed together with this plan's; None here.
+
+    Raises:
+        ValueError: lengths on a GPU.
+    """
+    plan.batch.require_host("a plan of the reference engine")
+    key_batch = plan.key_batch if plan.is_cross else None
+    return host_arrays(plan.sharding, plan.cp_rank, plan.window, plan.tiles, key_batch, plan.keys_of)
 
 
-def plan_bytes(plan: Plan) -> int:
-    """Return the bytes of the arrays of a plan."""
-    rows, all_rows = plan.local_rows, plan.cp_size * plan.local_rows
-    ordered = all_rows if plan.cp_size > 1 else plan.key_rows if plan.is_cross else 0
-    return 4 * (4 * rows + 2 * plan.key_rows + ordered + 2 * sum(plan.num_tiles) + key_side_ints(plan)) + rows
+def plan_buffers(plan: Plan) -> dict[str, Buffer]:
+    """Declare the arrays of a plan that shares none with another plan."""
+    rows, (query_tiles, key_tiles) = plan.local_rows, plan.num_tiles
+    ordered = plan.cp_size * rows if plan.cp_size > 1 else plan.key_rows if plan.is_cross else 0
+    shapes = {"rows": (rows,), "positions": (rows,), "key_ranges": (rows, 2), "query_ranges": (plan.key_rows, 2),
+              "all_rows": (ordered,), "query_tiles": (2, query_tiles), "key_tiles": (2, key_tiles),
+              "key_side": (sum(plan.key_side_sizes),)}  # fmt: skip
+    return {"valid": Buffer("plan", (rows,), np.dtype(bool)),
+            **{field: Buffer("plan", shape, INT32, field) for field, shape in shapes.items()}}
 
 
 def enter(plan: Plan) -> None:
