@@ -12,8 +12,8 @@ from wrong_values import MASKED, NoDevice, OnAGpu, refuses, table
 
 import thdattn
 from thdattn.comm import Comm
+from thdattn.mamba import reference
 from thdattn.mamba.configs import MIXER_SIZES
-from thdattn.mamba.mixer import check_sizes
 from thdattn.mamba.oracle import Norm
 from thdattn.packing import PackedBatch
 
@@ -79,15 +79,22 @@ def test_a_comm_of_other_arrays_is_refused():
         mixer(OnHosts(), engine="cuda")
 
 
-def test_sizes_that_an_engine_has_no_kernels_for_are_refused_with_the_remedy():
-    good = {"num_heads": 8, "head_dim": 64, "state_dim": 128, "conv_width": 4}
-    check_sizes(MIXER_SIZES, "cuda", **good)
-    for name, value, wanted in (
-        ("head_dim", 96, "one of 64, 128"), ("state_dim", 32, "one of 64, 128, 256"),
-        ("conv_width", 9, "1 to 8"), ("num_heads", 12, "a multiple of 8"), ("num_heads", 4, "a multiple of 8"),
-    ):  # fmt: skip
-        refuses(lambda **bad: check_sizes(MIXER_SIZES, "cuda", **{**good, **bad}), name, value, ValueError,
-                f"{name} is {value}, wanted {wanted} for a Mamba-2 mixer on engine 'cuda'; use engine='reference'")
+@pytest.mark.parametrize(("changes", "wanted"), [
+    ({"head_dim": 96}, "head_dim is 96, wanted one of 64, 128"),
+    ({"state_dim": 32}, "state_dim is 32, wanted one of 64, 128, 256"),
+    ({"conv_width": 9}, "conv_width is 9, wanted 1 to 8"),
+    ({"num_heads": 12}, "num_heads is 12, wanted a multiple of 8"),
+    ({"num_heads": 4}, "num_heads is 4, wanted a multiple of 8"),
+    ({"num_heads": 136, "norm": "after_gate"}, "d_inner // norm_groups is 8704, wanted 1 to 8192"),
+], ids=str)  # fmt: skip
+def test_sizes_that_an_engine_has_no_kernels_for_are_refused_with_the_remedy(monkeypatch, changes, wanted):
+    """The NumPy engine takes all sizes; here it has those of the CUDA engine."""
+    monkeypatch.setattr(reference, "MIXER_SIZES", MIXER_SIZES)
+    good = {"num_heads": 8, "head_dim": 64, "state_dim": 128, "num_groups": 1}
+    assert mixer(**good) and mixer(**{**good, "num_heads": 136}, norm="after_gate", norm_groups=2)
+    message = f"{wanted} for a Mamba-2 mixer on engine 'reference'; use engine='reference', with host arrays"
+    with pytest.raises(ValueError, match=message):
+        mixer(**{**good, **changes})
 
 
 def test_the_mixer_says_what_it_is():
