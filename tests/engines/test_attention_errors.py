@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from wrong_values import OnAGpu
+from wrong_values import DeviceOffsets
 
 import thdattn
 from thdattn.comm import mpi
@@ -118,15 +118,11 @@ def test_padded_length_that_dual_chunk_cannot_split_names_the_sequence_and_the_r
     assert f"pad it to {fixed} (PackedBatch.from_lengths(lengths, multiple={multiple}) does this)" in message
 
 
-class Offsets(OnAGpu):
-    shape, dtype = (3,), np.dtype("int32")
-
-
 @pytest.mark.parametrize(("batch", "sharding", "message"), [
     (BATCH, "zigzag", "sharding is 'zigzag', wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one of these"),
     (BATCH, thdattn.Sharding(PackedBatch([0, 5, 7], [0, 6, 8]), 1),
      "sharding was made for another PackedBatch, wanted … make it with"),
-    (PackedBatch(Offsets(), total_rows=8), None, "a plan of the reference engine needs the offsets on the host"),
+    (PackedBatch(DeviceOffsets(3), total_rows=8), None, "a plan of the reference engine needs the offsets on the host"),
 ], ids=["unknown", "of another batch", "lengths on a GPU"])  # fmt: skip
 def test_batches_and_shardings_without_a_plan_are_refused(batch, sharding, message):
     with pytest.raises(ValueError, match=matches(message)):

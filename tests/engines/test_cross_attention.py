@@ -10,6 +10,7 @@ import pytest
 from cases import BFLOAT16, CASES, Case, check, run, to_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wrong_values import DeviceOffsets
 
 import thdattn
 from thdattn.kernels.configs import TILES
@@ -139,17 +140,10 @@ def test_a_token_is_valid_though_it_sees_no_key():
     assert (np.diff(plan.key_ranges).ravel() > 0).tolist() == [False, False, True, False, False, False]
 
 
-class OnGpu:
-    shape, dtype = (2,), np.dtype("int32")
-
-    def __dlpack_device__(self):
-        return 2, 0
-
-
 @pytest.mark.parametrize(("key_batch", "kind", "message"), [
     (np.array([0, 4], np.int32), TypeError, "key_batch is a ndarray, wanted a PackedBatch of the keys' lengths; make"),
     (PackedBatch([0, 4, 5]), ValueError, "key_batch has 2 sequences, wanted 1 as batch; pass one length of keys per"),
-    (PackedBatch(OnGpu(), total_rows=4), ValueError,
+    (PackedBatch(DeviceOffsets(2), total_rows=4), ValueError,
      "batch has its lengths on the host but key_batch on a GPU; wanted both on one side; copy those of key_batch to"),
 ])  # fmt: skip
 def test_bad_key_batch_names_what_is_wrong(key_batch, kind, message):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import BFLOAT16, to_host, token_rows
-from wrong_values import OnAGpu
+from wrong_values import DeviceOffsets, OnAGpu
 
 import thdattn
 from thdattn import PackedBatch
@@ -245,10 +245,7 @@ def test_representations_say_what_it_is():
 
 
 def test_representations_read_no_array():
-    class Offsets(OnAGpu):
-        shape, dtype = (3,), np.dtype("int32")
-
-    batch = PackedBatch(Offsets(), total_rows=8)
+    batch = PackedBatch(DeviceOffsets(3), total_rows=8)
     sharding = thdattn.Sharding(batch, 2)
     arrays = PlanArrays(*[OnAGpu()] * 9)
     plan = Plan(sharding, 1, (-1, 0), (64, 64), (64, 64), arrays, SimpleNamespace(name="cuda"), sharding.batch)

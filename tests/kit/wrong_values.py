@@ -35,6 +35,21 @@ class OnAGpu:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
 
+class DeviceOffsets:
+    """Offsets on a GPU as far as the host may look: reading a value fails the test."""
+
+    def __init__(self, num_offsets, dtype="int32"):
+        self.shape, self.dtype = (num_offsets,), np.dtype(dtype)
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def _read(self, *args, **kwargs):
+        raise AssertionError("read values that lie on the GPU")
+
+    __array__ = __dlpack__ = __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __lt__ = _read
+
+
 class Gradient:
     """A tensor that requires grad, as PyTorch refuses to hand it out."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from launch import SOURCE
 from test_plan import assert_tiles, ranges
-from test_sharding import DeviceOffsets
+from wrong_values import DeviceOffsets
 
 import thdattn
 from thdattn import PackedBatch, Sharding

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from wrong_values import DeviceOffsets
 
 import thdattn
 
@@ -75,17 +76,11 @@ def test_longest_possible_document_does_not_overflow():
     assert replace(plan, window=(-1, -1)).visible_pairs == (2**31 - 1) ** 2
 
 
-class OnGpu:
-    shape, dtype = (2,), np.dtype("int32")
-
-    def __dlpack_device__(self):
-        return 2, 0
-
-
 def test_work_that_cannot_be_counted_is_refused():
     attn = attention()
     other = attention(window=(5, 0)).plan(thdattn.PackedBatch([0, 8]))
-    on_gpu = replace(other, window=(-1, 0), sharding=thdattn.Sharding(thdattn.PackedBatch(OnGpu(), total_rows=8), 1))
+    lengths = thdattn.PackedBatch(DeviceOffsets(2), total_rows=8)
+    on_gpu = replace(other, window=(-1, 0), sharding=thdattn.Sharding(lengths, 1))
     for plan, kind, message in (
         (other, ValueError, r"plan was made for window \(5, 0\), wanted \(-1, 0\)"),
         (other.sharding, TypeError, r"plan is <.*>, a Sharding; wanted a Plan; make it with attn\.plan\(batch\)"),

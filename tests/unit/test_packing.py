@@ -9,25 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wrong_values import calls, is_refused
+from wrong_values import DeviceOffsets, calls, is_refused
 
 from thdattn.packing import PackedBatch, rows_of_runs
-
-
-class DeviceOffsets:
-    """Offsets on a GPU as far as the host may look: reading a value fails the test."""
-
-    def __init__(self, num_offsets, dtype="int32"):
-        self.shape = (num_offsets,)
-        self.dtype = np.dtype(dtype)
-
-    def __dlpack_device__(self):
-        return (2, 0)
-
-    def _read(self, *args, **kwargs):
-        raise AssertionError("read values that lie on the GPU")
-
-    __array__ = __dlpack__ = __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __lt__ = _read
 
 
 def int32(*values):

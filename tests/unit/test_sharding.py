@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wrong_values import calls, is_refused
+from wrong_values import DeviceOffsets, calls, is_refused
 
 from thdattn.packing import PackedBatch
 from thdattn.sharding import Sharding
@@ -15,18 +15,6 @@ from thdattn.sharding import Sharding
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 8])
 STRATEGIES = st.sampled_from(["dual_chunk", "contiguous", "balanced"])
 LENGTHS = st.lists(st.integers(0, 40), max_size=6)
-
-
-class DeviceOffsets:
-    """Offsets on a GPU: a shape, a dtype, and nothing that could be read."""
-
-    dtype = np.dtype(np.int32)
-
-    def __init__(self, num_offsets):
-        self.shape = (num_offsets,)
-
-    def __dlpack_device__(self):
-        return (2, 0)
 
 
 def all_rows(sharding):

@@ -210,17 +210,6 @@ def test_windows_are_refused_by_name(window, cp_size):
     run_local(cp_size, program)
 
 
-def test_masks_that_are_not_causal_and_cross_attention_are_refused():
-    layer = attention(thdattn.comm.init("single"), causal=False)
-    with pytest.raises(ValueError, match=r"window is \(-1, -1\) and batch has trees, wanted a causal attention"):
-        layer.plan(MIXED.batch(1))
-    layer, batch = attention(thdattn.comm.init("single")), MIXED.batch(1)
-    plain = PackedBatch.from_lengths([3] * batch.num_seqs)
-    for sides in ((batch, plain), (plain, batch)):
-        with pytest.raises(ValueError, match="key_batch was passed and one of the batches has trees, wanted"):
-            layer.plan(sides[0], key_batch=sides[1])
-
-
 def test_ranks_with_other_trees_are_told_so():
     batches = [PackedBatch.from_trees([4, 4, 4], parents) for parents in ([-1, 0, 0], [-1, 0, 1])]
 
@@ -243,14 +232,6 @@ def test_a_rank_whose_trees_are_refused_makes_all_raise():
     run_local(2, program)
 
 
-def test_kv_caches_refuse_trees():
-    layer, batch = attention(thdattn.comm.init("single")), replace(MIXED, slack=0).batch(1)
-    plan = layer.plan(batch, "contiguous")
-    k = np.zeros((batch.total_rows, 2, 8))
-    with pytest.raises(ValueError, match="plan is of trees, wanted one path per sequence of the cache"):
-        layer.cache(batch.num_seqs, 500).fill(k, k, plan)
-
-
 def test_the_cuda_engine_refuses_trees_by_name():
     comm = thdattn.comm.init("single")
     layer = attention(comm)
@@ -262,6 +243,21 @@ def test_the_cuda_engine_refuses_trees_by_name():
     assert refused_trees(replace(on_gpu, sharding=layer.sharding(plain), key_batch=plain)) == ""
 
 
-def test_the_cost_model_refuses_trees():
-    with pytest.raises(ValueError, match="batch has trees, wanted sequences, as the model"):
-        predicted(MIXED.batch(2), 2, 8, 64, 8, "all_gather", "dual_chunk")
+ALONE, WHOLE = attention(thdattn.comm.init("single")), replace(MIXED, slack=0).batch(1)
+PLAIN, KEYS = PackedBatch.from_lengths([3] * WHOLE.num_seqs), np.zeros((WHOLE.total_rows, 2, 8))
+CROSS_TREES = "key_batch was passed and one of the batches has trees, wanted"
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: attention(thdattn.comm.init("single"), causal=False).plan(WHOLE),
+     r"window is \(-1, -1\) and batch has trees, wanted a causal attention"),
+    (lambda: ALONE.plan(WHOLE, key_batch=PLAIN), CROSS_TREES),
+    (lambda: ALONE.plan(PLAIN, key_batch=WHOLE), CROSS_TREES),
+    (lambda: ALONE.cache(WHOLE.num_seqs, 500).fill(KEYS, KEYS, ALONE.plan(WHOLE, "contiguous")),
+     "plan is of trees, wanted one path per sequence of the cache"),
+    (lambda: predicted(MIXED.batch(2), 2, 8, 64, 8, "all_gather", "dual_chunk"),
+     "batch has trees, wanted sequences, as the model"),
+], ids=["full mask", "trees as queries", "trees as keys", "KV cache", "cost model"])  # fmt: skip
+def test_what_takes_no_trees_says_so(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
