@@ -37,25 +37,18 @@ from thdattn.torch import (  # noqa: E402
     varlen_attention,
 )
 
-
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize(("causal", "window"), MASKS)
-def test_float64_is_torchs_own_attention(causal, window, cp_size):
-    documents = random_documents(np.float64)
-    found = by_ranks(documents, torch.float64, causal, window, cp_size)
-    for field, right in by_torch(documents, torch.float64, causal, window).items():
-        np.testing.assert_allclose(found[field], right, rtol=1e-10, atol=1e-12, err_msg=field)
-
-
 WAYS = [Way("all_gather", "balanced", 2), Way("a2a", "contiguous", 2), Way("p2p", "dual_chunk", 2),
         Way("a2a+all_gather", "balanced", 4, 2)]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_method_is_torchs_own_attention(way):
+@pytest.mark.parametrize(("causal", "window", "cp_size", "way"), [
+    *((*mask, cp_size, None) for mask in MASKS for cp_size in (1, 2, 4)),
+    *((True, (20, 0), way.cp_size, way) for way in WAYS),
+], ids=str)  # fmt: skip
+def test_float64_is_torchs_own_attention(causal, window, cp_size, way):
     documents = random_documents(np.float64)
-    found = by_ranks(documents, torch.float64, True, (20, 0), way.cp_size, way=way)
-    for field, right in by_torch(documents, torch.float64, True, (20, 0)).items():
+    found = by_ranks(documents, torch.float64, causal, window, cp_size, way=way)
+    for field, right in by_torch(documents, torch.float64, causal, window).items():
         np.testing.assert_allclose(found[field], right, rtol=1e-10, atol=1e-12, err_msg=field)
 
 
