@@ -48,16 +48,9 @@ def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) 
 
 
 def contiguous(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) -> NDArray[np.int32]:
-    """Return slice cp_rank of cp_size equal slices of the packed buffer, whatever its sequences.
+    """Return slice cp_rank of cp_size equal slices of the packed buffer, whatever its sequences; see dual_chunk.
 
-    Args:
-        batch: any batch on the host.
-        cp_size: number of context-parallel ranks.
-        cp_rank: the owner rank, 0 <= cp_rank < cp_size.
-        local_rows: as for dual_chunk.
-
-    Returns:
-        At most local_rows rows, int32, ascending; the last ranks may own fewer, or none.
+    The last ranks may own fewer rows, or none.
     """
     begin, end = (min(rank * local_rows, batch.total_rows) for rank in (cp_rank, cp_rank + 1))
     return np.arange(begin, end, dtype=np.int32)
@@ -67,16 +60,8 @@ def balanced(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) ->
     """Return a rank's rows such that all ranks have equal rows and causal work, for sequences of any lengths.
 
     A long sequence belongs to one rank, or as two chunks to each of a few neighbours. Short sequences fill the ranks
-    up, and padding comes last. Ranks then need few of each other's keys, and exchange only these. See balance.py.
-
-    Args:
-        batch: any batch on the host.
-        cp_size: number of context-parallel ranks.
-        cp_rank: the owner rank, 0 <= cp_rank < cp_size.
-        local_rows: as for dual_chunk; no rank owns more than total_rows / cp_size rounded up.
-
-    Returns:
-        At most local_rows rows, int32, ascending.
+    up, and padding comes last. Ranks then need few of each other's keys, and exchange only these. See balance.py, and
+    dual_chunk for the arguments.
     """
     if cp_size == 1:
         return contiguous(batch, cp_size, cp_rank, local_rows)

@@ -21,20 +21,23 @@ STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forward:
-    """Tile sizes of thd_attn_fwd: tile_n keys at a time; each warp owns `fragments` (1 or 2) times 16 query rows.
-
-    capped_tile_n: keys at a time if logits are capped; 0: tile_n.
-    """
+class Keys:
+    """Keys that a forward reads at a time: tile_n, or capped_tile_n if logits are capped; 0: tile_n."""
 
     tile_n: int
-    warps: int
-    fragments: int
     capped_tile_n: int = 0
 
     def keys(self, kind: Kind) -> int:
         """Return the keys at a time for a variant of the softmax."""
         return (kind.caps and self.capped_tile_n) or self.tile_n
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward(Keys):
+    """Tile sizes of thd_attn_fwd; each warp owns `fragments` (1 or 2) times 16 query rows."""
+
+    warps: int
+    fragments: int
 
     @property
     def tile_m(self) -> int:
@@ -101,31 +104,24 @@ class Decode:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardSm90:
-    """Tile sizes of thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
+class ForwardSm90(Keys):
+    """Tile sizes of thd_attn_fwd_sm90; each of `consumers` warpgroups owns 64 query rows.
 
     q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead.
 
     q_in_registers: queries are read from registers, if enough are left.
     lazy_row_max: the threads of a row compare their largest scores only if these are far above earlier ones.
     together: heads that are computed one after another at each tile.
-    capped_tile_n: keys at a time if logits are capped; 0: tile_n.
     split_kv: the keys of a query tile may be divided among thread blocks.
     """
 
-    tile_n: int
     consumers: int
     q_stages: int
     kv_stages: int
     q_in_registers: bool = False
     lazy_row_max: bool = False
     together: int = 4
-    capped_tile_n: int = 0
     split_kv: bool = True
-
-    def keys(self, kind: Kind) -> int:
-        """Return the keys at a time for a variant of the softmax."""
-        return (kind.caps and self.capped_tile_n) or self.tile_n
 
     @property
     def tile_m(self) -> int:
@@ -494,6 +490,10 @@ def slabs(rows: int, width: int) -> int:
     return 2 * rows * width
 
 
+_BACKWARD_OF_192 = (Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=2),
+                    Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1),
+                    Backward(tile_m=32, tile_n=64, column_warps=2, fragments=1, stages=1))
+
 # A comment says what bounds a number: more would spill (as ptxas reports) or not fit the 227 KB of shared memory of
 # Hopper. Numbers without a bound were chosen by timing on Hopper. A portable backward has choices for GPUs with 227,
 # 163 and 99 KB. Those for the last two, and all portable numbers of other head dims than 64, 128 and 256, are not
@@ -563,9 +563,7 @@ TILES = {
         Tiles(
             head_dim=192, v_head_dim=128,
             forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
-            backward=(Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=2),
-                      Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1),
-                      Backward(tile_m=32, tile_n=64, column_warps=2, fragments=1, stages=1)),
+            backward=_BACKWARD_OF_192,
             backward_dq=BackwardDq(tile_n=16, warps=4),
             decode=Decode(warps=4, stages=2, per_multiprocessor=2),
             forward_sm90=ForwardSm90(
@@ -581,9 +579,7 @@ TILES = {
         Tiles(
             head_dim=192, v_head_dim=192,
             forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
-            backward=(Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=2),
-                      Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1),
-                      Backward(tile_m=32, tile_n=64, column_warps=2, fragments=1, stages=1)),
+            backward=_BACKWARD_OF_192,
             backward_dq=BackwardDq(tile_n=16, warps=4),
             decode=Decode(warps=2, stages=3, per_multiprocessor=2),
             forward_sm90=ForwardSm90(

@@ -19,12 +19,6 @@ from thdattn.plan.memory import Layer, Memory, attention_flops
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding, as_sharding
 
-LOCAL: Method = local
-ALL_GATHER: Method = all_gather
-GROUP_CAST: Method = group_cast
-P2P: Method = p2p
-A2A: Method = a2a
-
 # Bytes of keys and values that a rank receives from which the overlap of groups of heads gains more than it costs; and
 # the number of groups in which heads are exchanged, by these bytes.
 WORTH_GROUPS = 2**26
@@ -93,16 +87,16 @@ class MethodSelection:
 
     def method(self, plan: Plan) -> Method:
         """Return the method for a plan."""
-        return self.between(plan) if plan.core is None else A2A
+        return self.between(plan) if plan.core is None else a2a
 
     def between(self, plan: Plan) -> Method:
         """Return the method for rows: between all ranks, or between the groups that exchange heads."""
         rows = plan.core or plan
         if rows.cp_size == 1 or (rows.routes is not None and rows.routes.is_empty and rows.needs_own_rows):
-            return LOCAL
+            return local
         if "p2p" in self.cp_comm_type:
-            return P2P
-        return ALL_GATHER if rows.routes is None else GROUP_CAST
+            return p2p
+        return all_gather if rows.routes is None else group_cast
 
     def memory(self, plan: Plan, layer: Layer) -> Memory:
         """Return the bytes of the method's buffers, for a layer with this plan, which needs no arrays."""
@@ -122,12 +116,12 @@ class MethodSelection:
         """
         method, carrier = self.method(plan), self.levels.inner if self.levels and self.inner > 1 else self.ranks
         foreign = (plan.cp_size - 1) * plan.local_key_rows * num_kv_heads * sum(plan.head_dims) * dtype.itemsize
-        if asked is None and method == ALL_GATHER and carrier.reads_peers and foreign >= WORTH_GROUPS:
+        if asked is None and method is all_gather and carrier.reads_peers and foreign >= WORTH_GROUPS:
             return _growing(num_kv_heads)
         if asked is None:
             as_long = foreign * (NETWORK if carrier.spans_machines else 1)  # bytes that take as long in one machine
-            worth: dict[int, float] = {**HEAD_GROUPS} if method == A2A else {}
-            if method == ALL_GATHER and not carrier.reads_peers:
+            worth: dict[int, float] = {**HEAD_GROUPS} if method is a2a else {}
+            if method is all_gather and not carrier.reads_peers:
                 operations = attention_flops(_most_pairs(plan), num_heads, plan.head_dims).forward / plan.cp_size
                 worth = {n: max(n * LEAST_BYTES, operations / MOST_OPERATIONS) for n in (2, 4, 8)}
             asked = max((n for n, size in worth.items() if carrier.overlaps and as_long >= size), default=1)
@@ -166,7 +160,7 @@ class MethodSelection:
 
     def can_gather(self, plan: Plan) -> bool:
         """See CPAttention.can_gather."""
-        return plan.routes is None and self.method(plan) in (ALL_GATHER, LOCAL)
+        return plan.routes is None and self.method(plan) in (all_gather, local)
 
     def check_gathers(self, what: str, plan: Plan) -> None:
         """Raise a ValueError where ranks exchange more than keys and values, or not all of them."""

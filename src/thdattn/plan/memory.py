@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 _plans: WeakKeyDictionary[Comm, WeakSet[Plan]] = WeakKeyDictionary()
 
 
-def group_heads(groups: Iterable[int], each: int) -> list[tuple[int, int]]:
-    """Return (query heads, kv heads) of each size of group, ascending.
-
-    Args:
-        groups: kv heads of every group.
-        each: query heads of a kv head.
-    """
-    return [(size * each, size) for size in sorted(set(groups))]
-
-
 class Layer(NamedTuple):
     """Properties of a layer that its buffers depend on, besides the plan; heads are those of all groups.
 
@@ -45,14 +35,9 @@ class Layer(NamedTuple):
     keeps_keys: bool
 
     @property
-    def group_heads(self) -> list[tuple[int, int]]:
-        """(query heads, kv heads) of each size of group, ascending: one for each kind of launch."""
-        return group_heads(self.groups, self.num_heads // self.num_kv_heads)
-
-    @property
-    def most_heads(self) -> tuple[int, int]:
-        """(query heads, kv heads) of the largest group."""
-        return self.group_heads[-1]
+    def group_heads(self) -> list[int]:
+        """Query heads of each size of group, ascending: one for each kind of launch."""
+        return [size * (self.num_heads // self.num_kv_heads) for size in sorted(set(self.groups))]
 
     def memory(
         self, plan: Plan, forward: Iterable[Buffer], backward: Iterable[Buffer], kept: Iterable[Buffer] = (),

@@ -165,8 +165,8 @@ class _Hopper:
         heads, row = spec.heads, TILES[plan.head_dims]
         tiles = row.backward_sm90
         options = SumOptions(spec.kv_dtype, spec.deterministic, spec.where)
-        accum, largest = (largest_accum(plan, groups, options)
-                          for groups in ([(heads.num_heads, heads.num_kv_heads)], heads.groups))
+        accum, largest = (largest_accum(plan, groups, heads.group, options)
+                          for groups in ((heads.num_kv_heads,), heads.groups))
         wide = isinstance(tiles, BackwardByGradientSm90)
         self._spec, self._deterministic, self._splits = spec, accum.deterministic, accum.splits
         self._semaphore_rows = accum.semaphore_rows

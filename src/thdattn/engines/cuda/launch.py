@@ -17,7 +17,6 @@ from thdattn.arguments import dlpack_device, unreadable
 from thdattn.jit import compiler
 from thdattn.jit.tensor_map import tensor_map
 from thdattn.packing import DLPACK_HOST
-from thdattn.plan.memory import group_heads
 from thdattn.plan.workspace import Buffer
 
 Array = Any  # cupy.ndarray, whose hints are partial
@@ -195,7 +194,7 @@ class Heads(NamedTuple):
     """Heads of a call, their widths and dtype, which launches depend on.
 
     row_heads: query heads of a row in memory; the call may have only some of them.
-    head_groups: see AttentionOptions.
+    groups: kv heads of the groups that share work buffers; see AttentionOptions.head_groups.
     """
 
     dtype: np.dtype[Any]
@@ -204,7 +203,7 @@ class Heads(NamedTuple):
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    head_groups: tuple[int, ...]
+    groups: tuple[int, ...]
 
     @property
     def group(self) -> int:
@@ -214,15 +213,11 @@ class Heads(NamedTuple):
     @property
     def most_heads(self) -> int:
         """Query heads of the largest of the groups that share work buffers."""
-        return max(self.head_groups, default=self.num_kv_heads) * self.group
-
-    @property
-    def groups(self) -> list[tuple[int, int]]:
-        """(query heads, kv heads) of the groups that share work buffers, ascending."""
-        return group_heads(self.head_groups or (self.num_kv_heads,), self.group)
+        return max(self.groups) * self.group
 
 
 def heads_of(q: Array, k: Array, v: Array, head_groups: tuple[int, ...]) -> Heads:
     """Return the heads of a call."""
     (_, num_heads, head_dim), (_, num_kv_heads, v_head_dim) = q.shape, v.shape
-    return Heads(q.dtype, num_heads, row_heads(q), num_kv_heads, head_dim, v_head_dim, head_groups)
+    groups = head_groups or (num_kv_heads,)
+    return Heads(q.dtype, num_heads, row_heads(q), num_kv_heads, head_dim, v_head_dim, groups)

@@ -19,7 +19,7 @@ MAX_PARTIALS = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backw
 
 def forward_buffers(plan: Plan, layer: Layer) -> list[Buffer]:
     """Declare the work buffers of attn_fwd; see reference.forward_buffers."""
-    gpu, num_heads = launch.this_gpu(), layer.most_heads[0]
+    gpu, num_heads = launch.this_gpu(), layer.group_heads[-1]
     made = [max_logits(plan, num_heads)]
     if not gpu.sm90 and len(layer.groups) > 1:  # the portable kernel takes whole rows
         rows = plan.local_rows, num_heads
@@ -28,7 +28,7 @@ def forward_buffers(plan: Plan, layer: Layer) -> list[Buffer]:
     elif gpu.sm90 and plan.keys_of is None and scheduler.splits_keys(
             gpu, TILES[plan.head_dims].forward_sm90, plan, layer.num_heads):
         made.append(kv_partials(plan, layer.num_heads, num_heads))
-        made += [kv_splits(plan, layer.num_heads, heads, plan.num_tiles[0]) for heads, _ in layer.group_heads]
+        made += [kv_splits(plan, layer.num_heads, heads, plan.num_tiles[0]) for heads in layer.group_heads]
     return made
 
 
@@ -61,7 +61,7 @@ def _most_kv_splits(plan: Plan, layer_heads: int) -> int:
 
 def backward_buffers(plan: Plan, layer: Layer, sum_dtype: np.dtype[Any], where: str) -> list[Buffer]:
     """Declare the work buffers of attn_bwd; see reference.backward_buffers."""
-    num_heads, rows = layer.most_heads[0], plan.local_rows
+    num_heads, rows = layer.group_heads[-1], plan.local_rows
     if not (rows and plan.key_rows):
         return []
     made = [statistics(plan, num_heads)]
@@ -71,7 +71,8 @@ def backward_buffers(plan: Plan, layer: Layer, sum_dtype: np.dtype[Any], where: 
             name = "a group's dout, q, out and dq"
             made += 2 * pair_of(name, (rows, num_heads), plan.head_dims, layer.dtype)
         return made + partials_of_keys(plan, layer, sum_dtype, where)
-    accum = largest_accum(plan, layer.group_heads, SumOptions(sum_dtype, layer.deterministic, where))
+    options = SumOptions(sum_dtype, layer.deterministic, where)
+    accum = largest_accum(plan, layer.groups, layer.num_heads // layer.num_kv_heads, options)
     made += [accum.buffer, num_partials(plan)]
     if accum.deterministic and not isinstance(TILES[plan.head_dims].backward_sm90, BackwardByGradientSm90):
         made.append(Buffer("order of tiles", plan.num_tiles[1:], INT32))
@@ -140,9 +141,15 @@ def accum_of(plan: Plan, num_heads: int, num_kv_heads: int, options: SumOptions)
                  semaphore_rows, dq_semaphores + 2 * semaphore_rows * num_kv_heads)
 
 
-def largest_accum(plan: Plan, groups: list[tuple[int, int]], options: SumOptions) -> Accum:
-    """Return the largest accumulators of several groups: a group of few heads may need more, because it has splits."""
-    return max((accum_of(plan, *heads, options) for heads in groups), key=lambda accum: accum.buffer.shape)
+def largest_accum(plan: Plan, groups: tuple[int, ...], each: int, options: SumOptions) -> Accum:
+    """Return the largest accumulators of several groups: a group of few heads may need more, because it has splits.
+
+    Args:
+        groups: kv heads of each group.
+        each: query heads of a kv head.
+    """
+    accums = [accum_of(plan, each * size, size, options) for size in sorted({*groups})]
+    return max(accums, key=lambda accum: accum.buffer.shape)
 
 
 def padded_rows(num_rows: int) -> int:
