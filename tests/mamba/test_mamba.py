@@ -218,13 +218,14 @@ def on(engine, case, norm=None):
     return with_norm(case if engine.name == "reference" else replace(case, sizes=GPU_SIZES), norm)
 
 
-@pytest.mark.parametrize("norm", [None, *NORMS], ids=str)
-@pytest.mark.parametrize(
-    ("engine", "dtype"), [("reference", FLOAT64), ("reference", BFLOAT16), ("reference", FLOAT16), *ON_GPU],
-    indirect=["engine"], ids=str)
+@pytest.mark.parametrize(("engine", "dtype", "norm"), [
+    *(("reference", dtype, None) for dtype in (FLOAT64, BFLOAT16, FLOAT16)),
+    *(("reference", BFLOAT16, norm) for norm in NORMS),
+    *(pytest.param(*gpu.values, norm, marks=gpu.marks) for gpu in ON_GPU for norm in (None, *NORMS)),
+], indirect=["engine"], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["all-empty-padded", "ranks-of-padding", "empty-between", "padding-ends-a-chunk",
                                   "capacity", "no-convolution", "starts-with-a-segment"])  # fmt: skip
-def test_what_padding_holds_changes_no_bit(engine, dtype, name, norm):
+def test_what_padding_holds_changes_no_bit(engine, dtype, norm, name):
     case = on(engine, CASES.get(name, LAST), norm)
     for cp_size in (1, 3):
         clean, *others = (run(case, cp_size, dtype, fill=x, xp=engine.xp) for x in (0, np.nan, np.inf, -np.inf, -6e4))
