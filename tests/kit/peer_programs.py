@@ -53,7 +53,11 @@ class Engine:
     fails = ""
 
     def __init__(self, machine):
-        self.machine, self.empty = machine, machine.empty
+        self.machine = machine
+
+    def empty(self, shape, dtype):
+        """An array; of integers one of its own, as plans compute theirs at once, and not in the order of a stream."""
+        return np.empty(shape, dtype) if np.dtype(dtype).kind == "i" else self.machine.empty(shape, dtype)
 
     def poisoned(self, shape, dtype):
         """An array that the current stream fills with NaN, as what used its memory last may write there until now."""
