@@ -6,6 +6,7 @@
 //
 //   score(i, j) counts iff key_ranges[i].x <= j < key_ranges[i].y.
 //
+// In prefix trees alone it counts iff both ranges have the pair; see kernels/trees.cuh.
 // A row with an empty range is padding. Kernels read it as zero, so that NaN there cannot spread, and write zero to it.
 // The plan kernels below turn lengths and masks into ranges.
 //
@@ -19,6 +20,7 @@
 //
 //   kernels/common.cuh                        element types, ranges of rows, small reductions
 //   kernels/logits.cuh                        logits from scores: scaling, soft-capping, sinks
+//   kernels/trees.cuh                         prefix trees: keys that key ranges have and query ranges hide
 //   kernels/sinks.cu                          the gradient of attention sinks
 //   kernels/cache.cu                          writes keys and values into a KV cache
 //   kernels/peer/exchange.cu                  all-gather and all-to-all over peer memory
@@ -30,6 +32,7 @@
 //   kernels/portable/decode.cu                attention of few queries over long KV caches
 //   kernels/hopper/common.cuh                 wgmma, TMA, mbarriers, tiles in shared memory, the scheduler (sm_90a)
 //   kernels/hopper/forward.cu                 the attention forward
+//   kernels/hopper/trees.cuh                  key tiles that prefix trees hide
 //   kernels/hopper/softmax.cuh                its online softmax
 //   kernels/hopper/split_kv.cuh               split-KV: divides keys among thread blocks when query tiles are few
 //   kernels/hopper/backward_common.cuh        what all backwards share: steps of the scheduler, partial sums

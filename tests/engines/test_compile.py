@@ -157,13 +157,15 @@ def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
     kinds = Kind(caps=False, sinks=True), capped, Kind(caps=True, sinks=True)
     forward = tiles.thd_attn_fwd_sm90 if arch == "sm_90a" else tiles.thd_attn_fwd
     kernels = [*(forward(dtype, dtype, kind) for kind in kinds), forward(dtype, "float32", capped),
+               forward(dtype, dtype, kinds[-1], trees=True), forward(dtype, "float32", capped, trees=True),
                sinks_grad_kernel(dtype, tiles.v_head_dim)]
     grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")
     if arch != "sm_90a":
         backward = tiles.backward_for(ARCHITECTURES[arch])
         return [*kernels, *(tiles.thd_attn_bwd(dtype, grad, with_dq, backward, caps=True)
                             for grad in (dtype, "float32") for with_dq in (True, False)),
-                *(tiles.thd_attn_bwd_dq(dtype, dq, caps=True) for dq in (dtype, "float32"))]
+                *(tiles.thd_attn_bwd_dq(dtype, dq, caps=True) for dq in (dtype, "float32")),
+                tiles.thd_attn_bwd_dq(dtype, dtype, caps=True, trees=True)]
     if tiles.forward_sm90.split_kv:
         kernels.append(tiles.thd_attn_fwd_sm90(dtype, dtype, Kind(caps=False, sinks=True), split_kv=True))
     if isinstance(tiles.backward_sm90, BackwardByGradientSm90):
@@ -171,9 +173,11 @@ def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
                 *(tiles.thd_attn_bwd_by_gradient_sm90(dtype, *each, with_dq=True, caps=True) for each in grads),
                 *(tiles.thd_attn_bwd_by_gradient_sm90(dtype, dtype, grad, with_dq=False, caps=True)
                   for grad in (dtype, "float32")),
-                *(tiles.thd_attn_bwd_dq_sm90(dtype, dq, caps=True) for dq in (dtype, "float32"))]
+                *(tiles.thd_attn_bwd_dq_sm90(dtype, dq, caps=True) for dq in (dtype, "float32")),
+                tiles.thd_attn_bwd_dq_sm90(dtype, dtype, caps=True, trees=True)]
     pair = isinstance(tiles.backward_sm90, BackwardSharedDqSm90)
     backward_sm90 = tiles.thd_attn_bwd_shared_dq_sm90 if pair else tiles.thd_attn_bwd_sm90
+    kernels.append(backward_sm90(dtype, dtype, dtype, deterministic=True, caps=True, trees=True))
     return kernels + [backward_sm90(dtype, *each, deterministic, caps=True)
                       for each in grads for deterministic in (False, True)]
 
@@ -507,7 +511,8 @@ def test_a_constant_that_python_has_otherwise_does_not_compile(constant, monkeyp
     wrong = value + 1 if isinstance(value, int) else lambda columns: value(columns) + 8
     monkeypatch.setitem(compiler.CONSTANTS, constant, wrong)
     compiler.forget_files()
-    by_file = {"kMaxSlices": GATHER_KERNEL, "kMaxSplits": TILES[64, 64].thd_attn_decode("float16").name,
+    by_file = {**dict.fromkeys(("kTreeGroup", "kBehindKeys"), TILES[64, 64].thd_attn_fwd("float16", "float16").name),
+               "kMaxSlices": GATHER_KERNEL, "kMaxSplits": TILES[64, 64].thd_attn_decode("float16").name,
                "kPad": TILES[64, 64].thd_attn_delta("float16").name}  # fmt: skip
     try:
         with pytest.raises(RuntimeError, match=rf"static assertion failed .*{constant}.* is not what Python has"):

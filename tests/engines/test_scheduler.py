@@ -144,5 +144,7 @@ def test_pieces_have_room_for_three_of_every_multiprocessor(tiles, heads, pieces
     (1, 1, True), (16, 8, True), (16, 17, False), (0, 4, False),
 ])  # fmt: skip
 def test_keys_are_divided_where_tiles_are_few(tiles, heads, divides):
-    plan = SimpleNamespace(num_tiles=(tiles, 1))
+    plan = SimpleNamespace(num_tiles=(tiles, 1), has_trees=False)
     assert scheduler.splits_keys(H100, TILES[128, 128].forward_sm90, plan, heads) == divides
+    plan.has_trees = True  # the splits of a tile could see nothing
+    assert not scheduler.splits_keys(H100, TILES[128, 128].forward_sm90, plan, heads)

@@ -237,7 +237,8 @@ def test_the_cuda_engine_refuses_trees_by_name():
     layer = attention(comm)
     plan = layer.plan(MIXED.batch(1))
     on_gpu = replace(plan, engine=SimpleNamespace(name="cuda"))
-    assert "batch has trees and engine is 'cuda', wanted 'reference'" in refused_trees(on_gpu)
+    wanted = "engine is 'cuda', wanted 'reference', as the kernels for trees are not tested on GPUs yet; use that, or"
+    assert wanted in refused_trees(on_gpu)
     plain = PackedBatch([0, 4])
     assert refused_trees(plan) == ""
     assert refused_trees(replace(on_gpu, sharding=layer.sharding(plain), key_batch=plain)) == ""

@@ -41,6 +41,7 @@ def device_arch() -> str:
 CONSTANTS: dict[str, int | Callable[[int], int]] = {
     "kMaxRanks": structs.MAX_RANKS, "kChunks": structs.CHUNKS, "kMaxSlices": structs.MAX_SLICES, "kPad": configs.PAD,
     "kSlab": configs.SLAB, "kMaxKvSplits": configs.MAX_KV_SPLITS, "kMaxSplits": configs.Decode.max_splits,
+    "kTreeGroup": configs.TREE_GROUP, "kBehindKeys": configs.BEHIND_KEYS,
     "slab_of": configs.slab_of, "lanes_of": configs.lanes_of,
 }  # fmt: skip
 GENERATED: dict[str, Callable[[], str]] = {

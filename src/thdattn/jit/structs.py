@@ -11,6 +11,8 @@ KV_PARTIALS = np.dtype([(field, np.uint64) for field in ("partials", "arrived")]
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
     "num_kv_heads", "semaphore_rows", "row_heads")])
+TREES = np.dtype([("query_ends", np.uint64), ("group_ends", np.uint64), ("group_begins", np.uint64),
+                  ("num_groups", np.int32)], align=True)
 PACK_FILTER = np.dtype([(field, np.uint64) for field in ("pairs", "from", "to")])
 CURVES = {name: np.dtype([("reach", np.float32), ("coefficients", np.float32, terms)])
           for name, terms in (("two", 2), ("three", 3), ("five", 5))}
@@ -42,8 +44,9 @@ SEGMENTS = np.dtype([(field, np.int32) for field in ("first", "count", "of_block
 LAYOUTS = {
     "TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "KvPartials": KV_PARTIALS, "BackwardSize": BACKWARD_SIZE,
     "PackFilter": PACK_FILTER, "Owners": OWNERS, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS,
-    "RankFlags": RANK_FLAGS, "PeerExchange": PEER_EXCHANGE, "AllGather": ALL_GATHER, "SliceSpec<uint4>": SLICE_SPEC,
-    "AllToAll<uint4>": ALL_TO_ALL, "Partials": PARTIALS, "MixerSize": MIXER_SIZE, "Segments": SEGMENTS,
+    "Trees": TREES, "RankFlags": RANK_FLAGS, "PeerExchange": PEER_EXCHANGE, "AllGather": ALL_GATHER,
+    "SliceSpec<uint4>": SLICE_SPEC, "AllToAll<uint4>": ALL_TO_ALL, "Partials": PARTIALS, "MixerSize": MIXER_SIZE,
+    "Segments": SEGMENTS,
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ STATIC_BYTES = 2304  # most static shared memory that a kernel declares beside i
 SLAB = 64  # columns of a slab of a Hopper tile, kSlab of kernels/hopper/common.cuh: 128 bytes, the widest swizzle
 MAX_KV_SPLITS = 32  # of the keys of a query tile, kMaxKvSplits of kernels/hopper/split_kv.cuh
 DQ_ROWS = 128  # query rows of thd_attn_bwd_dq_sm90, which are those of the forward beside it
+TREE_GROUP, BEHIND_KEYS = 64, 256  # kTreeGroup and kBehindKeys of kernels/trees.cuh
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
 
 
@@ -251,11 +252,14 @@ class Tiles:
 
     # ---------------------------------------------------------------------------------------- portable kernels
 
-    def thd_attn_fwd(self, dtype: str, out_dtype: str, kind: Kind = PLAIN) -> Instance:
-        """Return the forward for "float16" or "bfloat16". out_dtype "float32" merges its result with that in out."""
+    def thd_attn_fwd(self, dtype: str, out_dtype: str, kind: Kind = PLAIN, trees: bool = False) -> Instance:
+        """Return the forward for "float16" or "bfloat16". out_dtype "float32" merges its result with that in out.
+
+        trees: here and below, the instance for packs with prefix trees.
+        """
         f, tile_n = self.forward, self.forward.keys(kind)
         return instance("thd_attn_fwd", dtype, out_dtype, *kind, *self._dims, tile_n, f.warps, f.fragments,
-                        shared_bytes=2 * (f.tile_m * (self.head_dim + PAD) + tile_n * self._pair))
+                        shared_bytes=2 * (f.tile_m * (self.head_dim + PAD) + tile_n * self._pair), trees=trees)
 
     def thd_attn_delta(self, dtype: str) -> Instance:
         """Return the kernel of -lse and -delta of every query row, with which every backward begins."""
@@ -271,11 +275,11 @@ class Tiles:
         return instance("thd_attn_bwd", dtype, grad_dtype, caps, *self._dims, t.tile_m, t.tile_n, t.column_warps,
                         t.fragments, t.stages, with_dq, shared_bytes=2 * (rows + 2 * t.tile_n * t.tile_m))
 
-    def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
+    def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str, caps: bool = False, trees: bool = False) -> Instance:
         """Return the backward for dq alone, with the same bits on every run. dq_dtype "float32" adds to dq."""
         t = self.backward_dq
         return instance("thd_attn_bwd_dq", dtype, dq_dtype, caps, *self._dims, t.tile_n, t.warps,
-                        shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair)
+                        shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair, trees=trees)
 
     def thd_attn_round(self, dq_dtype: str) -> Instance:
         """Return the kernel that rounds dq's accumulators."""
@@ -312,21 +316,24 @@ class Tiles:
             kernel
             for dtype in ("float16", "bfloat16")
             for kernel in (
-                *(self.thd_attn_fwd(dtype, out) for out in (dtype, "float32")),
+                *(self.thd_attn_fwd(dtype, out, trees=trees) for trees in (False, True) for out in (dtype, "float32")),
                 self.thd_attn_delta(dtype),
                 *(self.thd_attn_bwd(dtype, grad, with_dq, backward)
                   for grad in (dtype, "float32") for with_dq in (True, False)),
-                *(self.thd_attn_bwd_dq(dtype, dq) for dq in (dtype, "float32")),
+                *(self.thd_attn_bwd_dq(dtype, dq, trees=trees) for trees in (False, True) for dq in (dtype, "float32")),
                 self.thd_attn_round(dtype),
             )
         ] + [self.thd_attn_round("float32")]
 
     # ---------------------------------------------------------------------------------------- Hopper kernels
 
-    def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str, kind: Kind = PLAIN, split_kv: bool = False) -> Instance:
+    def thd_attn_fwd_sm90(
+        self, dtype: str, out_dtype: str, kind: Kind = PLAIN, split_kv: bool = False, trees: bool = False
+    ) -> Instance:
         """Return the forward. out_dtype "float32" merges its result with that in out.
 
-        split_kv: the keys of a query tile may be divided among thread blocks.
+        split_kv: the keys of a query tile may be divided among thread blocks; not with trees. With trees, the producer
+        needs registers that queries of wide heads would take.
         """
         f, tile_n = self.forward_sm90, self.forward_sm90.keys(kind)
         tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * tile_n)
@@ -335,7 +342,8 @@ class Tiles:
         ranges = 8 * 2 * f.q_stages * f.tile_m
         return instance(
             "thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages, f.kv_stages,
-            f.q_in_registers, f.lazy_row_max, split_kv, shared_bytes=tiles + barriers + told + ranges)
+            f.q_in_registers and not (trees and self.head_dim > 128), f.lazy_row_max, split_kv,
+            shared_bytes=tiles + barriers + told + ranges, trees=trees)
 
     def thd_attn_split_kv_sm90(self) -> Instance:
         """Return the kernel that chooses the KV splits of query tiles."""
@@ -352,9 +360,9 @@ class Tiles:
         return instance("thd_attn_count_partials_sm90", b.tile_n // 64, b.tile_m)
 
     def thd_attn_bwd_sm90(
-        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
+        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False, trees: bool = False
     ) -> Instance:
-        """Return the backward. dq_dtype "float32" adds to dq; dk and dv are in grad_dtype."""
+        """Return the backward. dq_dtype "float32" adds to dq; dk and dv are in grad_dtype. trees: if deterministic."""
         b = self.backward_sm90
         assert isinstance(b, BackwardSm90)
         tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + b.stages * slabs(b.tile_n, b.tile_m)
@@ -368,10 +376,10 @@ class Tiles:
         queries, dp_queries = b.at_once(caps, in_registers)
         return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
                         queries, dp_queries, in_registers, b.panel_cols, b.dq_stages, registers, deterministic,
-                        shared_bytes=tiles + panels + stats + barriers + told + ranges)
+                        shared_bytes=tiles + panels + stats + barriers + told + ranges, trees=trees)
 
     def thd_attn_bwd_shared_dq_sm90(
-        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
+        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False, trees: bool = False
     ) -> Instance:
         """Return the backward, as thd_attn_bwd_sm90."""
         b = self.backward_sm90
@@ -385,7 +393,7 @@ class Tiles:
         queries = b.capped_queries if caps else b.queries
         return instance("thd_attn_bwd_shared_dq_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.stages,
                         queries, b.panel_cols, deterministic,
-                        shared_bytes=tiles + panels + stats + barriers + told + ranges)
+                        shared_bytes=tiles + panels + stats + barriers + told + ranges, trees=trees)
 
     def thd_attn_bwd_by_gradient_sm90(
         self, dtype: str, dq_dtype: str, grad_dtype: str, with_dq: bool, caps: bool = False
@@ -405,12 +413,12 @@ class Tiles:
                         b.value_registers - shift, b.query_registers,
                         shared_bytes=tiles + stats + barriers + steps + ranges + exchange)
 
-    def thd_attn_bwd_dq_sm90(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
+    def thd_attn_bwd_dq_sm90(self, dtype: str, dq_dtype: str, caps: bool = False, trees: bool = False) -> Instance:
         """Return the backward for dq alone, as thd_attn_bwd_dq."""
         b = self.backward_sm90
         assert isinstance(b, BackwardByGradientSm90)
         return instance("thd_attn_bwd_dq_sm90", dtype, dq_dtype, caps, *self._dims, b.dq_keys, 2,
-                        shared_bytes=self._keys_and_values(DQ_ROWS + 2 * b.dq_keys) + 8 * 6 + 16 * 2)
+                        shared_bytes=self._keys_and_values(DQ_ROWS + 2 * b.dq_keys) + 8 * 6 + 16 * 2, trees=trees)
 
     def thd_attn_round_dq_sm90(self, dq_dtype: str) -> Instance:
         """Return the kernel that rounds dq's accumulators."""
@@ -423,18 +431,21 @@ class Tiles:
             kernels += [self.thd_attn_split_kv_sm90(),
                         *(self.thd_attn_fwd_sm90(dtype, dtype, split_kv=True) for dtype in ("float16", "bfloat16"))]
         for dtype in ("float16", "bfloat16"):
-            kernels += [self.thd_attn_fwd_sm90(dtype, out) for out in (dtype, "float32")]
+            kernels += [self.thd_attn_fwd_sm90(dtype, out, trees=trees)
+                        for trees in (False, True) for out in (dtype, "float32")]
             grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")  # of dq, and of dk and dv
             if isinstance(self.backward_sm90, BackwardByGradientSm90):
                 kernels += [self.thd_attn_bwd_by_gradient_sm90(dtype, *each, with_dq=True) for each in grads]
                 kernels += [self.thd_attn_bwd_by_gradient_sm90(dtype, dtype, grad, with_dq=False)
                             for grad in (dtype, "float32")]
-                kernels += [self.thd_attn_bwd_dq_sm90(dtype, dq) for dq in (dtype, "float32")]
+                kernels += [self.thd_attn_bwd_dq_sm90(dtype, dq, trees=trees)
+                            for trees in (False, True) for dq in (dtype, "float32")]
                 kernels.append(self.thd_attn_round_dq_sm90(dtype))
             else:
                 pair = isinstance(self.backward_sm90, BackwardSharedDqSm90)
                 backward = self.thd_attn_bwd_shared_dq_sm90 if pair else self.thd_attn_bwd_sm90
-                kernels += [backward(dtype, *each, deterministic) for each in grads for deterministic in (False, True)]
+                kernels += [backward(dtype, *each, deterministic, trees=trees) for each in grads
+                            for deterministic, trees in ((False, False), (True, False), (True, True))]
         if isinstance(self.backward_sm90, BackwardByGradientSm90):
             kernels.append(self.thd_attn_round_dq_sm90("float32"))
         return kernels

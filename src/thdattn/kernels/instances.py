@@ -32,10 +32,13 @@ class Kind(NamedTuple):
 PLAIN = Kind(caps=False, sinks=False)
 
 
-def instance(kernel: str, *constants: str | int, shared_bytes: int = 0) -> Instance:
-    """Return a kernel with its constants in the order of its template. shared_bytes, if not 0, is the last of them."""
+def instance(kernel: str, *constants: str | int, shared_bytes: int = 0, trees: bool = False) -> Instance:
+    """Return a kernel with its constants in the order of its template. shared_bytes, if not 0, is the last of them.
+
+    trees: the instance for packs with prefix trees, whose last argument is a struct Trees.
+    """
     all_constants = (*constants, shared_bytes) if shared_bytes else constants
-    written = [ELEMENT_TYPES.get(str(c), str(c).lower()) for c in all_constants]
+    written = [ELEMENT_TYPES.get(str(c), str(c).lower()) for c in all_constants] + ["Trees"] * trees
     return Instance(f"{kernel}<{', '.join(written)}>", shared_bytes)
 
 

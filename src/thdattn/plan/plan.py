@@ -62,6 +62,8 @@ class PlanArrays:
         offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of keys with lengths of
             their own, as kernels read them; None for NumPy arrays.
         stream: CUDA stream on which the arrays were made; None for NumPy arrays.
+        query_ends, group_ends, group_begins: as in struct Trees of kernels/trees.cuh; None without prefix trees, and
+            for NumPy arrays.
     """
 
     rows: Any
@@ -80,6 +82,9 @@ class PlanArrays:
     lengths: Any = None
     offsets: Any = None
     stream: Any = None
+    query_ends: Any = None
+    group_ends: Any = None
+    group_begins: Any = None
 
 
 NO_ARRAYS = PlanArrays(*[None] * 9)  # for a plan that only answers sizes

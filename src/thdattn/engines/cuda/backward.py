@@ -22,6 +22,7 @@ from thdattn.engines.cuda.launch import Array, Heads, Launch, heads_of
 from thdattn.engines.cuda.plan import pairs_of, parts_of
 from thdattn.engines.cuda.rows import reorder
 from thdattn.engines.cuda.softcap import logits_of, lse_unit
+from thdattn.engines.cuda.trees import trees_of
 from thdattn.engines.cuda.workspace import (
     WITHOUT_PADDING,
     SumOptions,
@@ -182,6 +183,8 @@ class _Hopper:
         self._fixed: tuple[Any, ...] = self._dq_accum, semaphores, stats, plan.key_ranges
         if wide:
             self._fixed = self._dq_accum, stats
+        # The queries of a key are one range in trees too, so only the order of dq's partial sums needs to know them.
+        self._trees = trees_of(plan) if accum.deterministic and not wide else ()
         self._kernel = self._main_kernel(row)
         self._partials = partials_per_tile(plan)
         in_parts = spec.in_parts and (wide or not accum.deterministic)
@@ -193,7 +196,7 @@ class _Hopper:
         self._round_dq: Launch | None = None
         if isinstance(tiles, BackwardByGradientSm90) and accum.deterministic:
             self._dq_boxes = DQ_ROWS, tiles.dq_keys, tiles.dq_keys, DQ_ROWS
-            kernel = row.thd_attn_bwd_dq_sm90(heads.dtype.name, spec.dq_dtype.name, spec.caps)
+            kernel = row.thd_attn_bwd_dq_sm90(heads.dtype.name, spec.dq_dtype.name, spec.caps, plan.has_trees)
             self._dq = _dq_alone(row, kernel, heads, plan, stats)
         elif wide:
             size = self._mains[0][0].fixed[-1]
@@ -210,7 +213,7 @@ class _Hopper:
                 dtype, dtype if deterministic else dq_dtype, kv_dtype, not deterministic, spec.caps))
         shared_dq = isinstance(row.backward_sm90, BackwardSharedDqSm90)
         kernel = row.thd_attn_bwd_shared_dq_sm90 if shared_dq else row.thd_attn_bwd_sm90
-        return compiler.kernel(*kernel(dtype, dq_dtype, kv_dtype, deterministic, spec.caps))
+        return compiler.kernel(*kernel(dtype, dq_dtype, kv_dtype, deterministic, spec.caps, bool(self._trees)))
 
     def _main(self, plan: Plan, orders: Array, num_splits: int, packs: Any) -> Launch:
         """Return a launch of that kernel for some tiles of keys; see _packs_of."""
@@ -231,7 +234,8 @@ class _Hopper:
                          heads.group, heads.num_kv_heads, self._semaphore_rows, heads.row_heads), BACKWARD_SIZE)[()]
         grid = (blocks * min(gpu.multiprocessors // blocks, num_tiles * splits),)
         return Launch(self._kernel, grid, tiles.threads,
-                      (*self._fixed, plan.query_ranges, self._partials, order, cupy.zeros(1, np.int32), packs, size))
+                      (*self._fixed, plan.query_ranges, self._partials, order, cupy.zeros(1, np.int32), packs, size,
+                       *self._trees))
 
     def new_dk_dv(self, k: Array, v: Array) -> Sequence[Array]:
         """Return arrays for dk and dv: the accumulators, if float32 is wanted."""
@@ -274,7 +278,8 @@ def _dq_alone(row: Tiles, kernel: Instance, heads: Heads, plan: Plan, stats: Arr
     size = np.array((num_rows, num_rows, padded_rows(num_rows), num_tiles, heads.num_heads, *how, 1, 1,
                      heads.num_heads, 0, heads.row_heads), BACKWARD_SIZE)[()]
     return Launch(compiler.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * heads.num_heads),), 384,
-                  (stats, plan.key_ranges, order, cupy.zeros(1, np.int32), np.int32(heads.group), size))
+                  (stats, plan.key_ranges, order, cupy.zeros(1, np.int32), np.int32(heads.group), size,
+                   *trees_of(plan)))
 
 
 def plan_backward(plan: Plan) -> None:
@@ -324,9 +329,9 @@ class _Portable:
             (stats, self._dq_accum, key_ranges, plan.query_ranges, orders[1], *sizes))]
             for orders in _parts(plan, spec.in_parts)]
         self._dq = None if not spec.deterministic else Launch(
-            compiler.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype, spec.caps)),
+            compiler.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype, spec.caps, plan.has_trees)),
             (-(-plan.local_rows // row.backward_dq.tile_m), heads.num_heads), 32 * row.backward_dq.warps,
-            (stats, plan.key_ranges, plan.query_ranges, *sizes))
+            (stats, plan.key_ranges, plan.query_ranges, *sizes, *trees_of(plan)))
         size = plan.local_rows * heads.num_heads * heads.head_dim
         self._round_dq = Launch(
             compiler.kernel(*row.thd_attn_round(dq_dtype)), (-(-size // 2048),), 256, (np.uint64(size // 8),))

@@ -13,6 +13,7 @@ from thdattn.engines.cuda import launch, scheduler
 from thdattn.engines.cuda.launch import Array, Heads, Launch, heads_of
 from thdattn.engines.cuda.plan import nan_if_invalid, parts_of
 from thdattn.engines.cuda.softcap import kind_of, logits_of
+from thdattn.engines.cuda.trees import trees_of
 from thdattn.engines.cuda.workspace import kv_partials, kv_splits, max_logits
 from thdattn.jit import compiler
 from thdattn.jit.structs import FORWARD_SIZE, KV_PARTIALS
@@ -92,11 +93,11 @@ def _launches(plan: Plan, spec: _Spec) -> tuple[list[Launch], tuple[int, ...], A
     if gpu.sm90:
         keys = row.forward_sm90.keys(spec.kind)
         return _hopper(plan, spec, parts, of_tiles), (row.forward_sm90.tile_m, keys, keys), of_tiles
-    kernel = compiler.kernel(*row.thd_attn_fwd(heads.dtype.name, spec.out_dtype, spec.kind))
+    kernel = compiler.kernel(*row.thd_attn_fwd(heads.dtype.name, spec.out_dtype, spec.kind, plan.has_trees))
     sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, heads.group)))
     query_ranges = plan.query_ranges if plan.has_unseen_keys else launch.NONE
     runs = [Launch(kernel, (tiles.shape[1], heads.num_heads), 32 * row.forward.warps,
-                   (of_tiles, plan.key_ranges, query_ranges, tiles[1], *sizes)) for tiles in parts]
+                   (of_tiles, plan.key_ranges, query_ranges, tiles[1], *sizes, *trees_of(plan))) for tiles in parts]
     return runs, (), of_tiles
 
 
@@ -108,7 +109,8 @@ def _hopper(plan: Plan, spec: _Spec, parts: list[Array], of_tiles: Array) -> lis
     # The kernel with capped logits spills registers beside split keys.
     splits = (not spec.accumulate and not spec.kind.caps
               and scheduler.splits_keys(gpu, tiles, plan, heads.row_heads))
-    kernel = compiler.kernel(*row.thd_attn_fwd_sm90(heads.dtype.name, spec.out_dtype, spec.kind, splits))
+    kernel = compiler.kernel(*row.thd_attn_fwd_sm90(
+        heads.dtype.name, spec.out_dtype, spec.kind, splits, plan.has_trees))
     together = max(heads.group, tiles.together)
 
     def launch_of(orders: Array) -> Launch:
@@ -122,7 +124,7 @@ def _hopper(plan: Plan, spec: _Spec, parts: list[Array], of_tiles: Array) -> lis
         size = np.array(
             (plan.local_rows, num_tiles, heads.num_heads, heads.group, *how, heads.row_heads), FORWARD_SIZE)[()]
         return Launch(kernel, (blocks,), 128 * (1 + tiles.consumers),
-                      (of_tiles, plan.key_ranges, order, cupy.zeros(1, np.int32), partials, size))
+                      (of_tiles, plan.key_ranges, order, cupy.zeros(1, np.int32), partials, size, *trees_of(plan)))
 
     return [launch_of(orders) for orders in parts]
 

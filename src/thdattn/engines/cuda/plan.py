@@ -14,7 +14,7 @@ import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.engines.cuda import launch
+from thdattn.engines.cuda import launch, trees
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
 from thdattn.kernels.instances import PLAN_KERNELS
@@ -90,7 +90,10 @@ def _cached(plan: Plan) -> PlanArrays:
     same: PlanArrays | None = planned.get(mask, _gone)()
     if same is None:
         other = planned.get(rank, _gone)()
-        same = _arrays(plan, _Rows.of(other) if other else _rows(plan, _uploaded(plan.batch)))
+        if plan.has_trees:
+            same = trees.plan_arrays(plan)
+        else:
+            same = _arrays(plan, _Rows.of(other) if other else _rows(plan, _uploaded(plan.batch)))
         planned[rank] = planned[mask] = weakref.ref(same)
     return same
 

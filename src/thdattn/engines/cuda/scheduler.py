@@ -17,12 +17,12 @@ FEW_WAVES, KV_SPLITS = 2, 3  # query tiles of all heads, and their KV splits, pe
 
 
 def splits_keys(gpu: Gpu, tiles: ForwardSm90, plan: Plan, num_heads: int) -> bool:
-    """Tell if there are so few query tiles that their keys may be divided among multiprocessors.
+    """Tell if there are so few query tiles that their keys may be divided among multiprocessors; not with trees.
 
     Args:
         num_heads: heads of a layer, in however many launches. The number of launches must change no bit.
     """
-    return tiles.split_kv and 0 < plan.num_tiles[0] * num_heads < FEW_WAVES * gpu.multiprocessors
+    return tiles.split_kv and not plan.has_trees and 0 < plan.num_tiles[0] * num_heads < FEW_WAVES * gpu.multiprocessors
 
 
 def most_kv_splits(gpu: Gpu, num_tiles: int, num_heads: int) -> int:

@@ -209,11 +209,12 @@ __device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gra
 // tile_order: see scheduled_tile; counter: one int, zero, and zero again after the kernel
 // kDeterministic: every run gives the same bits. A head split is a whole group, tiles come in decreasing order, and no
 // thread block waits for one with later work.
+// trees_or_none: for a pack with prefix trees, if kDeterministic
 // Launch: grid at most num_tiles * splits and one thread block per multiprocessor, block 512, shared memory
 // kSharedBytes.
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kTileM, int kStages,
           int kScoreQueries, int kDpQueries, bool kInRegisters, int kPanelCols, int kDqStages, int kQueryRegisters,
-          bool kDeterministic, int kSharedBytes>
+          bool kDeterministic, int kSharedBytes, typename... Tree>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
@@ -221,8 +222,10 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ num_partials, const int* __restrict__ tile_order, int* __restrict__ counter,
-    PackFilter filter, BackwardSize size) {
+    PackFilter filter, BackwardSize size, Tree... trees_or_none) {
   if (!filter.accepts()) return;
+  constexpr bool kTrees = sizeof...(Tree) > 0;
+  const Trees trees = {trees_or_none...};
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kScoreQueries, kDpQueries, kPanelCols, kDqStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   static_assert(kQueryRegisters % 16 == 0, "setmaxnreg takes multiples of 8, also of what is left to two warpgroups");
@@ -237,7 +240,8 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
       produce_backward<!kDeterministic>(
           shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, num_partials, tile_order, counter, size);
     else if (threadIdx.x < 2 * kWarp)
-      claim_partials<kDeterministic>(shared, dq_accum, key_ranges, semaphores, num_partials, size);
+      claim_partials<kDeterministic, kTrees>(
+          shared, dq_accum, key_ranges, semaphores, num_partials, size, trees);
     else if (threadIdx.x == 2 * kWarp)
       send_partials(shared, dq_accum, semaphores);
     else if (threadIdx.x >= 3 * kWarp)

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/hopper/backward_common.cuh"
+#include "kernels/hopper/trees.cuh"
 
 template <int kDim, int kVDim, int kN, int kAhead>
 struct DqShared {
@@ -29,17 +30,19 @@ struct DqShared {
 };
 
 // The producer, one warp. It loads every query tile of this thread block, and the key tiles between the first and the
-// last that it sees.
-template <typename Shared>
+// last that it sees. Of key tiles that trees hide it passes on the steps alone.
+template <bool kTrees, typename Shared>
 __device__ __forceinline__ void produce_dq(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
-    const int2* key_ranges, const int* tile_order, int* counter, int group, BackwardSize size) {
+    const int2* key_ranges, const int* tile_order, int* counter, int group, BackwardSize size, Trees trees) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
   Ring<Shared::kStages> ring = {0, 1};
   u32 q_parity = 1;
-  schedule_steps<kTileM / 64, kTileN>(key_ranges, nullptr, tile_order, counter, size, [&](const Step& step) {
+  schedule_steps<kTileM / 64, kTileN>(key_ranges, nullptr, tile_order, counter, size, [&](Step step) {
     const int lane = me().lane, kv_head = step.head / group;
+    if constexpr (kTrees)
+      step.flags = flags_in_trees<kTileM / 64, kTileN>(trees, step.flags, step.tile * kTileM, step.row);
     if (step.flags & kFirst) {
       barrier_wait(&shared.q_empty, q_parity);
       q_parity ^= 1;
@@ -53,7 +56,7 @@ __device__ __forceinline__ void produce_dq(
     barrier_wait(&shared.empty[ring.stage], ring.parity);
     if (lane == 0) {
       shared.step[ring.stage] = step;
-      if (step.flags & (kNothing | kEnd)) {
+      if (step.flags & (kNothing | kEnd) || (kTrees && !(step.flags & (kSees | kSees << 2)))) {
         barrier_arrive(full);
       } else {
         barrier_expect(full, Shared::kKBytes + Shared::kVBytes);
@@ -82,9 +85,10 @@ __device__ __forceinline__ void weigh(u32 (&dscore)[1][kBlocks / 2][4], const fl
 //
 // racecheck does not follow mbarriers. `full` orders a step before its reads, and `empty` orders reads before the next
 // step, as matrix products or __syncwarp bring all lanes together before one arrives.
-template <typename T, typename Dq, typename Shared, bool kCaps>
+template <bool kTrees, typename T, typename Dq, typename Shared, bool kCaps>
 __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq, const float* stats,
-                                           const int2* key_ranges, Logits<kCaps> logits, BackwardSize size) {
+                                           const int2* key_ranges, Logits<kCaps> logits, BackwardSize size,
+                                           Trees trees) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kBlocks = kTileN / 8, kCols = kMostCols<kHeadDim>;
   Ring<Shared::kStages> ring = {0, 0};
@@ -139,6 +143,7 @@ __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq,
             #pragma unroll
             for (int i = 0; i < 4 * kBlocks; ++i)
               if (!contains(range[i % 4 / 2], key + i / 4 * 8 + i % 2)) score[i / 4][i % 4] = -kInfinity;
+            if (kTrees) trees.hide(score, my_row, shared.step[ring.stage].row);
           }
           wgmma_wait<0>(dp);
           u32 dscore[1][kBlocks / 2][4];
@@ -170,14 +175,19 @@ __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq,
 // maps: boxes of 128 rows of q and dout, and of kTileN rows of k and v
 // tile_order: of tiles of 128 queries, see scheduled_tile; counter: one int, zero, and zero again after the kernel
 // size: rows of queries also in the place of keys, and each head a split by itself; group: query heads of a kv head
+// trees_or_none: for a pack with prefix trees
 // Launch: grid at most num_tiles * splits and one thread block per multiprocessor, block 384, shared memory
 // kSharedBytes.
-template <typename T, typename Dq, bool kCaps, int kHeadDim, int kVHeadDim, int kTileN, int kStages, int kSharedBytes>
+template <typename T, typename Dq, bool kCaps, int kHeadDim, int kVHeadDim, int kTileN, int kStages, int kSharedBytes,
+          typename... Tree>
 __global__ void __launch_bounds__(384, 1) thd_attn_bwd_dq_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     Logits<kCaps> logits, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
-    const int* __restrict__ tile_order, int* __restrict__ counter, int group, BackwardSize size) {
+    const int* __restrict__ tile_order, int* __restrict__ counter, int group, BackwardSize size,
+    Tree... trees_or_none) {
+  constexpr bool kTrees = sizeof...(Tree) > 0;
+  const Trees trees = {trees_or_none...};
   using Shared = DqShared<kHeadDim, kVHeadDim, kTileN, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -188,9 +198,10 @@ __global__ void __launch_bounds__(384, 1) thd_attn_bwd_dq_sm90(
   if (warpgroup == 0) {
     registers_give<40>();
     if (threadIdx.x < kWarp)
-      produce_dq(shared, &map_q, &map_k, &map_v, &map_dout, key_ranges, tile_order, counter, group, size);
+      produce_dq<kTrees>(
+          shared, &map_q, &map_k, &map_v, &map_dout, key_ranges, tile_order, counter, group, size, trees);
   } else {
     registers_take<232>();
-    consume_dq<T>(shared, warpgroup - 1, dq, stats, key_ranges, logits, size);
+    consume_dq<kTrees, T>(shared, warpgroup - 1, dq, stats, key_ranges, logits, size, trees);
   }
 }

@@ -177,7 +177,7 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
 // Launch: grid at most num_tiles * splits and one thread block per multiprocessor, block 384, shared memory
 // kSharedBytes.
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kStages,
-          int kScoreQueries, int kPanelCols, bool kDeterministic, int kSharedBytes>
+          int kScoreQueries, int kPanelCols, bool kDeterministic, int kSharedBytes, typename... Tree>
 __global__ void __launch_bounds__(384, 1) thd_attn_bwd_shared_dq_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
@@ -185,8 +185,10 @@ __global__ void __launch_bounds__(384, 1) thd_attn_bwd_shared_dq_sm90(
     int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ num_partials, const int* __restrict__ tile_order, int* __restrict__ counter,
-    PackFilter filter, BackwardSize size) {
+    PackFilter filter, BackwardSize size, Tree... trees_or_none) {
   if (!filter.accepts()) return;
+  constexpr bool kTrees = sizeof...(Tree) > 0;
+  const Trees trees = {trees_or_none...};
   using Shared = BackwardShared<kHeadDim, kVHeadDim, 64, kStages, kScoreQueries, kScoreQueries, kPanelCols,
                                 kHeadDim / kPanelCols, 1, 8>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
@@ -201,7 +203,8 @@ __global__ void __launch_bounds__(384, 1) thd_attn_bwd_shared_dq_sm90(
       produce_backward<false>(
           shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, num_partials, tile_order, counter, size);
     else if (threadIdx.x < 2 * kWarp)
-      claim_partials<kDeterministic>(shared, dq_accum, key_ranges, semaphores, num_partials, size);
+      claim_partials<kDeterministic, kTrees>(
+          shared, dq_accum, key_ranges, semaphores, num_partials, size, trees);
     else if (threadIdx.x == 2 * kWarp)
       send_partials(shared, dq_accum, semaphores);
     else if (threadIdx.x >= 3 * kWarp)

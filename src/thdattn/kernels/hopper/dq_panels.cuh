@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/hopper/backward_common.cuh"
+#include "kernels/hopper/trees.cuh"
 
 // Tests whether a step has a partial of a dq that has others too.
 __device__ __forceinline__ bool has_partial(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
@@ -116,6 +117,47 @@ __device__ __forceinline__ void open_claim(Shared& shared, const float* dq_accum
   }
 }
 
+// The key tiles that add to a dq deterministically, in decreasing order: the first, the next one after that of a step
+// (-1: there is none), and whether the step's own is among them.
+struct TileOrder { int first, next; bool sees; };
+
+// Finds them from the key ranges of the step's queries, with one warp. Each key tile between the ends of a range adds.
+template <int kTileM, int kTileN>
+__device__ __forceinline__ TileOrder order_of(const Step& step, const int2* key_ranges, BackwardSize size) {
+  TileOrder order = {-1, -1, false};
+  #pragma unroll 1
+  for (int i = me().lane; i < kTileM; i += kWarp) {
+    const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
+    if (is_empty(range)) continue;
+    const int last_tile = (range.y - 1) / kTileN;
+    order.first = max(order.first, last_tile);
+    if (range.x < step.tile * kTileN) order.next = max(order.next, min(last_tile, step.tile - 1));
+    order.sees |= touches(range, step.tile * kTileN, kTileN);
+  }
+  order.first = __reduce_max_sync(0xffffffffu, order.first);
+  order.next = __reduce_max_sync(0xffffffffu, order.next);
+  order.sees = __any_sync(0xffffffffu, order.sees);
+  return order;
+}
+
+// Finds them for a pack with prefix trees, which hide key tiles between the ends of a range. All thread blocks must
+// find the same tiles, and only tiles for which the scheduler makes a step with these queries, or some would wait
+// forever. So its condition counts, for tiles between the first and the last of all ranges. A tile may add zeros alone.
+template <int kTileM, int kTileN>
+__device__ __forceinline__ TileOrder order_in_trees(const Step& step, const int2* key_ranges, BackwardSize size,
+                                                    Trees trees) {
+  int begin = kNone, end = 0;
+  #pragma unroll 1
+  for (int i = me().lane; i < kTileM; i += kWarp) {
+    const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
+    if (!is_empty(range)) begin = min(begin, range.x), end = max(end, range.y);
+  }
+  const int least = __reduce_min_sync(0xffffffffu, begin) / kTileN;
+  const int last = __reduce_max_sync(0xffffffffu, end - 1) / kTileN;
+  auto down_from = [&](int tile) { return last_tile_in_sight<kTileM, kTileN>(trees, tile, least, step.row); };
+  return {down_from(last), down_from(min(last, step.tile - 1)), least <= step.tile && step.tile <= last};
+}
+
 // Claims partials of dq ahead of the products with one warp, waits until they may be written, and opens panels for the
 // query side. The panels of a last partial are filled with the sum of the others.
 //
@@ -123,10 +165,10 @@ __device__ __forceinline__ void open_claim(Shared& shared, const float* dq_accum
 // gives the same bits. Under a causal mask, each key tile begins with queries for which it is the first, and finds the
 // tiles before it already ahead. A thread block waits for its latest claim only, and writes earlier ones without
 // waiting, so no cycle of waits can form.
-template <bool kDeterministic, typename Shared>
+template <bool kDeterministic, bool kTrees, typename Shared>
 __device__ __forceinline__ void claim_partials(
     Shared& shared, const float* dq_accum, const int2* key_ranges, int* semaphores, const int* num_partials,
-    BackwardSize size) {
+    BackwardSize size, Trees trees) {
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
   static_assert(Shared::kStages == 2, "claims count two stages");
   u32 steps = 0, claims = 0;                          // so far
@@ -144,23 +186,14 @@ __device__ __forceinline__ void claim_partials(
       if (!kDeterministic) {
         claim.partial = claim_partial(semaphore, num_partials[step.row / kTileM]);
       } else {
-        int state = state_of(semaphore), first_tile = -1, next_tile = -1;      // early, for its latency
-        bool sees = false;
-        #pragma unroll 1
-        for (int i = me().lane; i < kTileM; i += kWarp) {
-          const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
-          if (is_empty(range)) continue;
-          const int last_tile = (range.y - 1) / kTileN;
-          first_tile = max(first_tile, last_tile);
-          if (range.x < step.tile * kTileN) next_tile = max(next_tile, min(last_tile, step.tile - 1));
-          sees |= touches(range, step.tile * kTileN, kTileN);
-        }
-        first_tile = __reduce_max_sync(0xffffffffu, first_tile);
-        claim.after = 1 + __reduce_max_sync(0xffffffffu, next_tile);
-        if (__any_sync(0xffffffffu, sees))
-          claim.partial = claim.after ? first_tile == step.tile ? Partial::kFirst : Partial::kMiddle
-                                    : first_tile == step.tile ? Partial::kOnly : Partial::kLast;
-        else if (first_tile < 0)
+        int state = state_of(semaphore);                    // early, for its latency
+        const TileOrder order = kTrees ? order_in_trees<kTileM, kTileN>(step, key_ranges, size, trees)
+                                       : order_of<kTileM, kTileN>(step, key_ranges, size);
+        claim.after = 1 + order.next;
+        if (order.sees)
+          claim.partial = claim.after ? order.first == step.tile ? Partial::kFirst : Partial::kMiddle
+                                    : order.first == step.tile ? Partial::kOnly : Partial::kLast;
+        else if (order.first < 0)
           claim.partial = Partial::kOnly;                  // padding: every block stores its zeros
         const bool waits = claim.partial == Partial::kMiddle || claim.partial == Partial::kLast;
         while (waits && __shfl_sync(0xffffffffu, state, 0) != 1 + step.tile) state = state_of(semaphore);

@@ -5,6 +5,7 @@
 
 #include "kernels/hopper/split_kv.cuh"
 #include "kernels/hopper/softmax.cuh"
+#include "kernels/hopper/trees.cuh"
 
 // What the producer tells the consumers of a query tile, and of each key tile. first, next: the flags of the key tile
 // that comes next, so that consumers need not wait for its arrival between products; kLast if there is none. word: the
@@ -50,11 +51,12 @@ CHECK_KvPartials;
 
 // The producer, one warp. It loads every query tile of this thread block and the key tiles that it sees, with keys one
 // tile ahead of values.
-template <bool kSplitKv, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+template <bool kSplitKv, bool kTrees, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages,
+          int kStages>
 __device__ __forceinline__ void produce_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, const TensorMap* map_q,
     const TensorMap* map_k, const TensorMap* map_v, const int2* key_ranges, const int* tile_order, int* counter,
-    ForwardSize size) {
+    ForwardSize size, Trees trees) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   constexpr int kTileM = Shared::kTileM, kRows = kTileM / kWarp;
   const int lane = threadIdx.x % kWarp, num_work = (kSplitKv ? tile_order[0] : size.num_tiles) * size.num_heads;
@@ -95,7 +97,7 @@ __device__ __forceinline__ void produce_forward(
     #pragma unroll
     for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
     if constexpr (kSplitKv) cut<kTileN>(range, split);
-    auto first_in_sight = [&](int from) {
+    auto first_in_ranges = [&](int from) {
       int first = kNone;
       #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -103,6 +105,11 @@ __device__ __forceinline__ void produce_forward(
         first = min(first, row < range[i].y ? row : kNone);
       }
       return __reduce_min_sync(0xffffffffu, first);
+    };
+    auto first_in_sight = [&](int from) {
+      if constexpr (!kTrees) return first_in_ranges(from);
+      const int row = trees.first_in_sight(from, tile * kTileM, first_in_ranges);
+      return row == kNone ? kNone : row & ~1;         // even, for Trees::hide
     };
     auto flags_of = [&](int row) {
       u32 flags = row == kNone ? kLast : 0;
@@ -114,6 +121,7 @@ __device__ __forceinline__ void produce_forward(
         if (__any_sync(0xffffffffu, touches(a, row, kTileN) || touches(b, row, kTileN))) flags |= kSees << 2 * c;
         if (__any_sync(0xffffffffu, hides(a) || hides(b))) flags |= kMasked << 2 * c;
       }
+      if constexpr (kTrees) return flags_in_trees<kConsumers, kTileN>(trees, flags, tile * kTileM, row);
       return flags;
     };
     int row = first_in_sight(0), row_before = kNone;
@@ -196,11 +204,12 @@ __device__ __forceinline__ void begin_in_turn(u32 cycles) {
 // A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
 // probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
 // and values.
-template <bool kQInRegisters, bool kLazyRowMax, bool kSinks, bool kSplitKv, typename T, typename Out, bool kCaps,
-          int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+template <bool kQInRegisters, bool kLazyRowMax, bool kSinks, bool kSplitKv, bool kTrees, typename T, typename Out,
+          bool kCaps, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
-    float* lse, float* max_logits, KvPartials splits, ForwardSize size, Logits<kCaps> logits, const float* sinks) {
+    float* lse, float* max_logits, KvPartials splits, ForwardSize size, Logits<kCaps> logits, const float* sinks,
+    Trees trees) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
@@ -257,6 +266,7 @@ __device__ __forceinline__ void consume_forward(
         const float below = kCaps ? depth(score) : 0.f;
         const bool masked = mine & kMasked;
         if (masked) hide(score, range, first_key);
+        if (kTrees && masked) trees.hide(score, first_row + lane / 4, first_key);
         softmax.add(score, below, masked);
       };
       begin_in_turn(begins ? consumer * kTileN * kHeadDim / 32 : 0), begins = false;
@@ -369,16 +379,20 @@ __device__ __forceinline__ void consume_forward(
 // maps: boxes of 64 * kConsumers rows of q, and of kTileN rows of k and v
 // tile_order: some tiles or all, see scheduled_tile; counter: one int, zero, and zero again after the kernel
 // kSplitKv: tile_order comes from thd_attn_split_kv_sm90, and all heads of a split come one after another
+// trees_or_none: for a pack with prefix trees; not with kSplitKv
 // Launch: grid at most tiles * num_heads and one thread block per multiprocessor, block 128 * (1 + kConsumers), shared
 // memory kSharedBytes.
 template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
-          int kQStages, int kStages, bool kQInRegisters, bool kLazyRowMax, bool kSplitKv, int kSharedBytes>
+          int kQStages, int kStages, bool kQInRegisters, bool kLazyRowMax, bool kSplitKv, int kSharedBytes,
+          typename... Tree>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse,
     Logits<kCaps> logits, const float* __restrict__ sinks, float* __restrict__ max_logits,
     const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int* __restrict__ counter,
-    KvPartials partials, ForwardSize size) {
+    KvPartials partials, ForwardSize size, Tree... trees_or_none) {
+  constexpr bool kTrees = sizeof...(Tree) > 0;
+  const Trees trees = {trees_or_none...};
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -390,10 +404,10 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
   if (warpgroup == 0) {
     registers_give<kConsumers == 3 ? 32 : kMost ? 24 : 40>();
     if (threadIdx.x < kWarp)
-      produce_forward<kSplitKv>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
+      produce_forward<kSplitKv, kTrees>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size, trees);
   } else {
     registers_take<kConsumers == 3 ? 160 : kMost ? 240 : 232>();
-    consume_forward<kQInRegisters, kLazyRowMax, kSinks, kSplitKv, T>(
-        shared, warpgroup - 1, out, lse, max_logits, partials, size, logits, sinks);
+    consume_forward<kQInRegisters, kLazyRowMax, kSinks, kSplitKv, kTrees, T>(
+        shared, warpgroup - 1, out, lse, max_logits, partials, size, logits, sinks, trees);
   }
 }

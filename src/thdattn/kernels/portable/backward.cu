@@ -5,6 +5,7 @@
 
 #include "kernels/peer/owners.cuh"
 #include "kernels/portable/common.cuh"
+#include "kernels/trees.cuh"
 
 // Computes what the backward needs per query row besides the tensors. The main kernels add these numbers to scores and
 // to dP, or start their accumulators with them. So they never test whether a query row is padding.
@@ -395,12 +396,16 @@ struct PortableDqShared {
 // keys and values, which are not loaded ahead.
 //
 // Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim). If Dq is float, the result is added to dq.
+// trees_or_none: for a pack with prefix trees
 // Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory kSharedBytes.
-template <typename T, typename Dq, bool kCaps, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kSharedBytes>
+template <typename T, typename Dq, bool kCaps, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kSharedBytes,
+          typename... Tree>
 __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     Dq* __restrict__ dq, Logits<kCaps> logits, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
-    const int2* __restrict__ query_ranges, int q_rows, int k_rows, int stats_rows, int group) {
+    const int2* __restrict__ query_ranges, int q_rows, int k_rows, int stats_rows, int group, Tree... trees_or_none) {
+  constexpr bool kTrees = sizeof...(Tree) > 0;
+  const Trees trees = {trees_or_none...};
   constexpr int kThreads = kWarps * kWarp, kTileM = 16 * kWarps, kBlocks = kTileN / 8;
   using Shared = PortableDqShared<T, kHeadDim, kVHeadDim, kTileM, kTileN>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
@@ -429,14 +434,17 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
   }
   __syncthreads();
   const int2 all = sight.all();
-  int n0 = sight.first_tile(kTileN);
+  auto tile_in_trees = [&](int from) {
+    return trees.template first_tile<kTileN>(from, key_ranges + m0, min(kTileM, q_rows - m0), m0);
+  };
+  int n0 = kTrees ? tile_in_trees(0) : sight.first_tile(kTileN);
 
   float acc_dq[1][kHeadDim / 8][4] = {};
   load_tile<T, kTileM, kHeadDim, kThreads>(tile_q, q + head * kHeadDim, q_stride, m0, q_rows, key_ranges, false);
   load_tile<T, kTileM, kVHeadDim, kThreads>(tile_dout, dout + head * kVHeadDim, dout_stride, m0, q_rows, key_ranges,
                                             false);
   while (n0 != kNone) {
-    const bool interior = all.x <= n0 && n0 + kTileN <= all.y;
+    const bool interior = !kTrees && all.x <= n0 && n0 + kTileN <= all.y;
     const bool in_sight = __any_sync(0xffffffffu, touches(range[0], n0, kTileN) || touches(range[1], n0, kTileN));
     __syncthreads();
     load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k + kv_head * kHeadDim, k_stride, n0, k_rows, query_ranges,
@@ -444,13 +452,14 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v + kv_head * kVHeadDim, v_stride, n0, k_rows, query_ranges,
                                               interior);
     copies_commit();
-    sight.publish_first(mine, n0 + kTileN);
+    if (!kTrees) sight.publish_first(mine, n0 + kTileN);
     copies_wait();
     __syncthreads();
     if (in_sight) {
       float score[1][kBlocks][4], dprobability[1][kBlocks][4];
       dot_rows<T, kHeadDim>(score, tile_q + warp * 16 * (kHeadDim + kPad), tile_k);
       dot_rows<T, kVHeadDim>(dprobability, tile_dout + warp * 16 * (kVHeadDim + kPad), tile_v);
+      if (kTrees) trees.hide(score, row0, n0);
       #pragma unroll
       for (int n = 0; n < kBlocks; ++n)
         #pragma unroll
@@ -464,7 +473,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
       round_to_operand<T>(dscore, score);
       add_weighted_rows<T, kHeadDim + kPad>(acc_dq, dscore, tile_k);
     }
-    n0 = sight.first_tile(kTileN);
+    n0 = kTrees ? tile_in_trees(n0 + kTileN) : sight.first_tile(kTileN);
   }
   copies_wait();
 

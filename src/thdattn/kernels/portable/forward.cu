@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/portable/common.cuh"
+#include "kernels/trees.cuh"
 
 template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN>
 struct PortableForwardShared {
@@ -26,14 +27,17 @@ struct PortableForwardShared {
 // kCaps: logits are soft-capped. kSinks: out and lse include sinks (num_heads,); not with a float Out.
 // key_ranges (q_rows); query_ranges (k_rows), null if all rows of v are finite
 // tile_order: some query tiles or all, the longest first
+// trees_or_none: for a pack with prefix trees
 // Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory kSharedBytes.
 template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kWarps,
-          int kFragments, int kSharedBytes>
+          int kFragments, int kSharedBytes, typename... Tree>
 __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, Out* __restrict__ out,
     float* __restrict__ lse, Logits<kCaps> logits, const float* __restrict__ sinks, float* __restrict__ max_logits,
     const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
-    int q_rows, int k_rows, int group) {
+    int q_rows, int k_rows, int group, Tree... trees_or_none) {
+  constexpr bool kTrees = sizeof...(Tree) > 0;
+  const Trees trees = {trees_or_none...};
   constexpr int kThreads = kWarps * kWarp, kWarpRows = 16 * kFragments, kTileM = kWarpRows * kWarps;
   constexpr int kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8, kRows = 2 * kFragments;
   static_assert(kFragments <= 2, "each thread provides the range of one row, so a tile has at most one row per thread");
@@ -62,7 +66,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   const int2* const my_range = range + warp * kWarpRows + lane / 4;
   __syncthreads();
   const int2 all = sight.all();
-  int n0 = sight.first_tile(kTileN);
+  auto tile_in_trees = [&](int from) { return trees.template first_tile<kTileN>(from, range, kTileM, m0); };
+  int n0 = kTrees ? tile_in_trees(0) : sight.first_tile(kTileN);
   auto is_interior = [&](int n) { return all.x <= n && n + kTileN <= all.y; };
 
   float acc_out[kFragments][kOutBlocks][4] = {};
@@ -77,27 +82,31 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
 
   while (n0 != kNone) {
     const bool interior = is_interior(n0);
-    const WarpSight rows = warp_sight<kWarpRows>(range + warp * kWarpRows, n0, kTileN);
+    WarpSight rows = warp_sight<kWarpRows>(range + warp * kWarpRows, n0, kTileN);
+    if (kTrees) rows.any &= trees.template ends_of<kTileN>(n0).y > m0 + warp * kWarpRows;
 
     // Keys have arrived, and every warp is done with the previous values.
     copies_wait();
     __syncthreads();
-    load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v, v_stride, n0, k_rows, query_ranges, interior);
+    load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v, v_stride, n0, k_rows, query_ranges,
+                                              kTrees ? false : interior);  // trees may hide keys of any tile
     copies_commit();
-    if (!is_interior(n0 + kTileN)) sight.publish_first(range[threadIdx.x], n0 + kTileN);
+    const int next_in_trees = kTrees ? tile_in_trees(n0 + kTileN) : kNone;  // early, while registers are free
+    if (!kTrees && !is_interior(n0 + kTileN)) sight.publish_first(range[threadIdx.x], n0 + kTileN);
     float score[kFragments][kBlocks][4];
     if (rows.any) dot_rows<T, kHeadDim>(score, tile_q + warp * kWarpRows * (kHeadDim + kPad), tile_k);
 
     // Values have arrived, and every warp is done with the keys.
     copies_wait();
     __syncthreads();
-    const int next = is_interior(n0 + kTileN) ? n0 + kTileN : sight.first_tile(kTileN);
+    const int next = kTrees ? next_in_trees : is_interior(n0 + kTileN) ? n0 + kTileN : sight.first_tile(kTileN);
     if (next != kNone)
       load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k, k_stride, next, k_rows, nullptr, is_interior(next));
     copies_commit();
 
     if (rows.any) {
-      if (!rows.all) hide(score, my_range, n0);
+      if (kTrees || !rows.all) hide(score, my_range, n0);
+      if (kTrees) trees.hide(score, m0 + warp * kWarpRows + lane / 4, n0);  // always, as registers are short
       // The online softmax works on unscaled scores. The maximum of a row that has seen no key yet is -inf, and its
       // base is 0.
       #pragma unroll

@@ -1,0 +1,105 @@
+"""Prefix trees on a GPU: arrays of plans, and both sets of kernels against the oracle, on one rank and on several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import BFLOAT16, assert_same_bits, check, outline_of, random_inputs, run, to_host
+from tree_cases import MIXED, TREES, random_case, unrolled
+from ways import TELLING, WAYS, run_way
+
+import thdattn
+from thdattn.cli.check import Case
+from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
+from thdattn.kernels.configs import TILES
+from thdattn.plan.ranges import host_arrays
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu", "trees_on_gpus")]
+
+# Nodes that begin and end inside tiles, and tiles in the middle of key ranges that no query of a tile sees.
+FAN = Case("trees-fan", (300, *(150,) * 8, 20), parents=(-1, *(0,) * 8, -1), slack=50)
+TURNS = Case("trees-turns", (130, 90, 70, 140, 0, 200, 64, 64, 1, 129), parents=(-1, 0, 1, 1, 0, 4, 4, 0, 7, 7))
+OPTIONS = ({}, {"deterministic": True}, {"softcap": 5.0}, {"sinks": True}, {"deterministic": True, "softcap": 5.0})
+
+
+@pytest.mark.parametrize("case", [*TREES, FAN, TURNS], ids=str)
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_arrays_of_a_plan_are_those_of_the_host(cupy, case, cp_size):
+    from thdattn.engines import cuda
+
+    for strategy in ("dual_chunk", "contiguous", "balanced"):
+        sharding = thdattn.Sharding(replace(case, sharding=strategy).batch(cp_size), cp_size, strategy)
+        for keys_of in (None, *range(cp_size)) if strategy != "balanced" else (None,):
+            args = sharding, cp_size - 1, (-1, 0), (128, 64)
+            wanted = host_arrays(*args, keys_of=keys_of)
+            made = cuda.plan_arrays(outline_of(cuda, *args, keys_of=keys_of))
+            for field, x in vars(wanted).items():
+                if x is not None:
+                    assert getattr(made, field).dtype == x.dtype, field
+                    np.testing.assert_array_equal(to_host(getattr(made, field)), x, err_msg=field)
+            ends = to_host(made.query_ends)
+            np.testing.assert_array_equal(ends[: len(wanted.query_ranges)], wanted.query_ranges[:, 1])
+            groups = np.pad(ends, (0, -len(ends) % 64)).reshape(-1, 64)
+            np.testing.assert_array_equal(to_host(made.group_ends), np.stack([groups.min(1), groups.max(1)], axis=1))
+
+
+@pytest.mark.parametrize("case", [*TREES, FAN, TURNS, *map(random_case, range(6))], ids=str)
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_trees_agree_with_the_oracle(cupy, kernels, case, cp_size):
+    for sharding in ("dual_chunk", "contiguous"):
+        this = replace(case, sharding=sharding)
+        check(this, BFLOAT16, run(this, cp_size, BFLOAT16, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_every_head_dim_takes_trees_with_every_option(cupy, kernels, dims, options):
+    for base, heads in ((FAN, (4, 2)), (TURNS, (3, 3))):
+        case = replace(base, name=f"{base.name}-{dims}-{options}", dims=dims, heads=heads, **options)
+        for dtype in (BFLOAT16, np.dtype(np.float16)):
+            check(case, dtype, run(case, 1, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_deterministic_gradients_of_trees_have_the_same_bits_on_every_run(cupy, kernels, dims):
+    for base in (FAN, TURNS, random_case(3)):
+        case = replace(base, name=f"{base.name}-{dims}-bits", dims=dims, heads=(6, 2), deterministic=True)
+        assert_same_bits(*(run(case, 2, BFLOAT16, xp=cupy, engine="cuda") for _ in range(5)))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_method_and_sharding_takes_trees(cupy, kernels, way):
+    for case in (MIXED, FAN, TURNS):
+        case = replace(case, heads=way.heads)
+        check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize("way", TELLING, ids=str)
+def test_deterministic_methods_take_trees(cupy, kernels, way):
+    case = replace(TURNS, name="trees-deterministic", heads=way.heads, deterministic=True, sinks=True)
+    check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
+
+
+def test_outputs_of_trees_are_those_of_the_unrolled_paths(cupy, kernels):
+    case = replace(FAN, slack=0)
+    batch = case.batch(1)
+    paths, rows = unrolled(batch)
+    layer = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
+    q, k, v, _ = (np.asarray(x) for x in random_inputs(case, BFLOAT16))
+    out, _ = layer.forward(*map(cupy.asarray, (q, k, v)), layer.plan(batch))
+    of_paths, _ = layer.forward(*(cupy.asarray(x[rows]) for x in (q, k, v)), layer.plan(paths))
+    out, of_paths = to_host(out)[rows].astype(float), to_host(of_paths).astype(float)
+    assert np.linalg.norm(out - of_paths) < 4e-3 * np.linalg.norm(of_paths)
+
+
+def test_captured_packs_and_windows_still_refuse_trees(cupy):
+    case = replace(MIXED, slack=0)
+    comm, batch = thdattn.comm.init("single"), case.batch(1)
+    layer, windowed = (x.attention(comm, BFLOAT16, engine="cuda") for x in (case, replace(case, window=(5, 0))))
+    pack = StaticPack(Graphs(comm, CudaGraphConfig(impl="local")), [layer], batch.total_rows)
+    with pytest.raises(ValueError, match="batch 0 has trees, wanted sequences, as captured plans"):
+        pack.load([batch])
+    with pytest.raises(ValueError, match="batch has trees, wanted a causal attention"):
+        windowed.plan(batch)
