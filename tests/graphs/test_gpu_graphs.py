@@ -397,7 +397,7 @@ ENDS = [
     *((n, "raise", "RuntimeError: of every rank") for n in (1, 2)),
     *((n, "raise-on-one", "RuntimeError: of the last rank") for n in (1, 2)),
     *(pytest.param(n, "cycles", "", marks=alone) for n in (1, 2)),  # memory stays flat
-    *((n, scenario, "") for n in (2, 4) for scenario in ("packs", "methods", "training", "plans")),
+    *((n, scenario, "") for n in (2, 4) for scenario in ("packs", "methods", "training", "plans", "balanced")),
 ]  # fmt: skip
 
 

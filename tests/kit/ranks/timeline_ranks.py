@@ -40,7 +40,7 @@ def main(transport, picture):
         name = "thd_peer_exchange" if transport == "peer" else "gather of keys"
         for same in zip(*(bars(found, rank, name) for rank in range(comm.size)), strict=True):
             assert max(row.begin for row in same) <= min(row.end for row in same) + found.error
-        assert found.error < 1, f"clocks agree within {found.error} ms"
+        assert found.error < 20, f"clocks agree within {found.error} ms"
         assert found.hidden > 0.4, str(found)
         found.save(picture)
         print(f"recorded on {transport}: {found}")

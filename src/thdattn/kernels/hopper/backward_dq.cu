@@ -41,7 +41,7 @@ __device__ __forceinline__ void produce_dq(
   u32 q_parity = 1;
   schedule_steps<kTileM / 64, kTileN>(key_ranges, nullptr, tile_order, counter, size, [&](Step step) {
     const int lane = me().lane, kv_head = step.head / group;
-    if constexpr (kTrees)
+    if (kTrees && !(step.flags & (kNothing | kEnd)))
       step.flags = flags_in_trees<kTileM / 64, kTileN>(trees, step.flags, step.tile * kTileM, step.row);
     if (step.flags & kFirst) {
       barrier_wait(&shared.q_empty, q_parity);
