@@ -6,7 +6,7 @@ A policy answers two prompts. One prompt has four answers; the other has turns t
 is a path from a root to a leaf, has an advantage. The loss is the sum over all rollouts and their answers' tokens of
 -advantage * log p(token | what precedes it). A tree computes every shared token once: its weight in the loss is the sum
 of the advantages of all rollouts through it. The model is one attention layer with positions, in float64, so that loss
-and gradients of both steps agree to rounding. It needs the engine "reference": the kernels have no trees yet.
+and gradients of both steps agree to rounding.
 """
 
 from __future__ import annotations

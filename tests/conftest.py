@@ -106,14 +106,6 @@ def engine(request):
 
 
 @pytest.fixture
-def trees_on_gpus(monkeypatch):
-    """The CUDA engine takes prefix trees, which it refuses until the tests of its kernels have passed."""
-    from thdattn.plan import build
-
-    monkeypatch.setattr(build, "TREES_ON_GPUS", True)
-
-
-@pytest.fixture
 def unnoticed(cupy, monkeypatch):
     """The host never learns that lengths on a GPU are wrong, so that calls with them return their results."""
     from thdattn.engines.cuda.plan import DeviceLengths

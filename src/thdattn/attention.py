@@ -150,9 +150,9 @@ class CPAttention:
 
         Args:
             batch: the global lengths. Plans of one batch for several masks share arrays where they can. Prefix trees
-                need engine "reference" and a causal attention without a window. Lengths on a
-                GPU need engine "cuda": nothing is copied to the host, and a captured CUDA graph may make the plan.
-                Wrong lengths on a GPU make all results NaN; see Plan.check.
+                need a causal attention without a window. Lengths on a GPU need engine "cuda": nothing is copied to the
+                host, and a captured CUDA graph may make the plan. Wrong lengths on a GPU make all results NaN; see
+                Plan.check.
             sharding: "dual_chunk", "contiguous" or "balanced", or a Sharding of this batch over comm.size ranks. The
                 default is "contiguous" for a2a, which also takes "dual_chunk", and "dual_chunk" for the other methods.
                 With two levels it spreads rows over groups of neighbours, who own equal slices of their group's rows.

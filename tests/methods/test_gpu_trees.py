@@ -16,7 +16,7 @@ from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 from thdattn.kernels.configs import TILES
 from thdattn.plan.ranges import host_arrays
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu", "trees_on_gpus")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
 # Nodes that begin and end inside tiles, and tiles in the middle of key ranges that no query of a tile sees.
 FAN = Case("trees-fan", (300, *(150,) * 8, 20), parents=(-1, *(0,) * 8, -1), slack=50)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import thdattn
 from thdattn import CPAttention, PackedBatch, oracle
 from thdattn.comm import run_local
 from thdattn.costs import predicted
-from thdattn.plan.build import refused_trees
 from thdattn.plan.mask import visible_pairs
 from thdattn.plan.ranges import host_arrays
 
@@ -230,18 +228,6 @@ def test_a_rank_whose_trees_are_refused_makes_all_raise():
             layer.plan([PackedBatch.from_lengths([12]), PackedBatch.from_trees([12], [-1])][comm.rank], "contiguous")
 
     run_local(2, program)
-
-
-def test_the_cuda_engine_refuses_trees_by_name():
-    comm = thdattn.comm.init("single")
-    layer = attention(comm)
-    plan = layer.plan(MIXED.batch(1))
-    on_gpu = replace(plan, engine=SimpleNamespace(name="cuda"))
-    wanted = "engine is 'cuda', wanted 'reference', as the kernels for trees are not tested on GPUs yet; use that, or"
-    assert wanted in refused_trees(on_gpu)
-    plain = PackedBatch([0, 4])
-    assert refused_trees(plan) == ""
-    assert refused_trees(replace(on_gpu, sharding=layer.sharding(plain), key_batch=plain)) == ""
 
 
 ALONE, WHOLE = attention(thdattn.comm.init("single")), replace(MIXED, slack=0).batch(1)

@@ -12,7 +12,6 @@ from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding
 
 CAUSAL = (-1, 0)
-TREES_ON_GPUS = False  # until the kernels for trees have been tested on GPUs, where tests set it
 
 
 def with_core(plan: Plan, inner: int) -> Plan:
@@ -60,9 +59,6 @@ def refused_trees(plan: Plan) -> str:
         return (f"window is {plan.window} and batch has trees, wanted a causal attention without a window, as a window "
                 f"is a distance along a path; make CPAttention(causal=True, window=(-1, -1)), or a batch of the paths "
                 f"(PackedBatch.paths)")
-    if plan.engine_name != "reference" and not TREES_ON_GPUS:
-        return (f"batch has trees and engine is {plan.engine_name!r}, wanted 'reference', as the kernels for trees are "
-                f"not tested on GPUs yet; use that, or a batch of the paths (PackedBatch.paths)")
     return ""
 
 
