@@ -105,7 +105,8 @@ class CudaGraphConfig:
         max_tokens_per_rank: most rows of a rank that a graph takes; None: those of the first batch.
         warmup_steps: eager runs before a capture, which compile kernels and connect communicators; with 0 they do so
             while capturing.
-        on_overflow: for a batch of more sequences or rows: "eager" runs it without graphs, "error" raises.
+        on_overflow: for a batch of more sequences or rows, or whose ranks exchange more than a BalancedCapacity:
+            "eager" runs it without graphs, "error" raises.
         single_pool: True gives all graphs one memory pool: a later graph reuses memory that an earlier one has freed,
             as they run in one order.
 

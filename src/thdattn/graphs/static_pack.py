@@ -27,7 +27,6 @@ from thdattn.sharding import Sharding
 
 MOST_SEQUENCES = 2048  # default capacity
 RUNS_OF_A_SEQUENCE, RUNS_OF_A_RANK = 4, 32  # runs of rows of owners and of key buffers for which tables have room
-BALANCED_ON_GPUS = False  # until the GPU tests of captured balanced layouts have run
 
 Planner = CPAttention | Mamba2Mixer
 
@@ -230,15 +229,16 @@ def check_method(attention: Planner, strategy: str | None, impl: str) -> None:
     """Raise a ValueError where rows cannot be spread like this, or where graphs of this impl cannot capture it for
     changing batches.
 
-    A graph captures neither sizes of messages that depend on the lengths, nor more than one planned key buffer.
+    A graph holds the tables of one balanced level, and one planned key buffer.
     """
     sharding = attention.sharding(PackedBatch([0]), strategy)
     if impl == "none":
         return
-    if (sharding.outer or sharding).by_runs and not (BALANCED_ON_GPUS and sharding.by_runs):
+    if sharding.outer is not None and sharding.outer.by_runs:
         raise ValueError(
-            f"sharding is 'balanced' and the impl of the CUDA graphs {impl!r}, wanted 'dual_chunk' or 'contiguous' "
-            f"with that, as a graph has the sizes of messages built in; use one of these, or impl 'none'"
+            f"sharding is 'balanced' over two levels and the impl of the CUDA graphs {impl!r}, wanted 'dual_chunk' or "
+            f"'contiguous' there, as graphs have tables for one level; use one of these, cp_comm_type 'all_gather', or "
+            f"impl 'none'"
         )
     if isinstance(attention, Mamba2Mixer):
         return

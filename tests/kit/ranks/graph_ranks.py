@@ -18,7 +18,7 @@ import thdattn
 from thdattn import PackedBatch, Sharding
 from thdattn.capacity import BalancedCapacity
 from thdattn.comm.levels import Levels
-from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack, static_pack
+from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 from thdattn.plan.ranges import host_arrays
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -117,7 +117,6 @@ def _replay_packs(
 
 def replay_balanced(comm: thdattn.comm.Comm, cupy: Any) -> None:
     """Layouts that change at every replay; what does not fit a small capacity runs eagerly."""
-    static_pack.BALANCED_ON_GPUS = True
     check_plans(comm, cupy, "balanced", 20)
     for mask in MASKS:
         replay_packs(comm, cupy, mask, (128, 128), "balanced", 50)
