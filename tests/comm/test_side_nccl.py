@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
+from fake_gpus import Stream
 from fake_mpi import World
 from peer_programs import Program, machine_of
 
@@ -99,6 +100,18 @@ def test_memory_of_slices_is_what_is_said(side):
         side.memory.exchange([(source, 1)], [(place[:, :2], 1)], sizes)()
     assert side.memory.held_bytes() == side.memory.exchange_bytes(sizes, 64) == {"slices to send": 192,
                                                                                    "copies of slices": 64}
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_an_exchange_leaves_the_stream_current_that_was_selected_within_a_block(side, strided):
+    """So a capture ends on the stream that it began on."""
+    machine = side.engine.machine
+    with Stream(machine):
+        (selected := Stream(machine)).use()
+        source, place = (side.engine.empty((4, 3, 2), np.float32) for _ in range(2))
+        received = place[:, :2] if strided else place
+        side.memory.exchange([(source, 1)], [(received, 1)], np.array([[0, 96], [received.nbytes, 0]]))
+        assert machine.stream is selected
 
 
 # --- the second communicator -------------------------------------------------------------------------------------

@@ -127,11 +127,17 @@ class Stream:
         graph = self.machine.graph
         return self.machine.gpu.capturing or (graph is not None and (self is self.machine.stream or self in graph))
 
+    def use(self):
+        self.machine.stream = self
+
     def __enter__(self):
-        self._before, self.machine.stream = self.machine.stream, self
+        self.machine.gpu.entered.append(self)
+        self.use()
 
     def __exit__(self, *_):
-        self.machine.stream = self._before
+        """As in CuPy, the stream of the outer block is current again, whichever was selected since."""
+        self.machine.gpu.entered.pop()
+        self.machine.gpu.entered[-1].use()
 
     def put_launched(self, make):
         """Enqueues the steps that make() returns, in a graph anew at each replay."""
@@ -155,13 +161,14 @@ class Stream:
 class Gpu:
     """The GPU of one rank, and what its process has mapped of others.
 
-    stream: the current one. capturing: what it is given is captured, as far as anybody asks.
+    stream: the current one. entered: the default stream, and those of `with` blocks.
+    capturing: what it is given is captured, as far as anybody asks.
     left: bytes that are free, and cached: that CuPy's pool holds and nobody uses; arrays do not count.
     refuses: called with the name of a step and its address or size, may raise; a write of which it says so is lost.
     """
 
     def __init__(self, rank):
-        self.rank, self.stream, self.capturing = rank, None, False
+        self.rank, self.stream, self.entered, self.capturing = rank, None, [], False
         self.left, self.cached, self.allocated = 1 << 40, 0, 0
         self.opened, self.num_synchronized, self.num_made = [], 0, 0
 
@@ -212,6 +219,7 @@ class Machine:
     def become(self, rank):
         self._present.gpu = self.gpus[rank]
         self.stream = Stream(self)
+        self.gpu.entered = [self.stream]
 
     @property
     def gpu(self):

@@ -122,14 +122,21 @@ class SideNccl(Transport):
                 self._side.recv(address(place), place.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
             for part, peer in parts:
                 self._side.send(address(part), part.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
-        with self._stream:
+        if received is not None:
+            self._spread(recvs, places, stream)
+            received.last = self._recorded(self._stream)
+        sent.last = self._recorded(self._stream)
+        return self._arrival(stream)
+
+    def _spread(self, recvs: Slices, places: Slices, current: Any) -> None:
+        """Copy slices from a block to their rows, beside the current stream."""
+        self._stream.use()  # `with` would restore the stream of the outer `with`, not one selected since
+        try:
             for (array, _), (place, _) in zip(recvs, places, strict=True):
                 if place is not array:
                     copy(array, place)
-        sent.last = self._recorded(self._stream)
-        if received is not None:
-            received.last = sent.last
-        return self._arrival(stream)
+        finally:
+            current.use()
 
     def _places(self, recvs: Slices) -> tuple[Block | None, list[tuple[Any, int]]]:
         """Return where slices arrive: in their own memory, or in a block if rows have gaps; and that block."""
