@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import BFLOAT16, to_host
-from launch import run_ranks
+from launch import run_gpu_ranks
 from ranks import graph_ranks
 from ranks.graph_ranks import MASKS, MAX_SEQS, ROWS
 from ways import Way
@@ -397,15 +397,12 @@ ENDS = [
     *((n, "raise", "RuntimeError: of every rank") for n in (1, 2)),
     *((n, "raise-on-one", "RuntimeError: of the last rank") for n in (1, 2)),
     *(pytest.param(n, "cycles", "", marks=alone) for n in (1, 2)),  # memory stays flat
-    *((n, scenario, "") for n in (2, 4) for scenario in ("packs", "methods", "training", "plans", "balanced")),
+    *((n, scenario, "") for n in (2, 4) for scenario in graph_ranks.SCENARIOS),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("n", "scenario", "error"), ENDS)
 def test_a_program_with_collectives_in_graphs_exits_by_itself(cupy, n, scenario, error):
-    found = cupy.cuda.runtime.getDeviceCount()
-    if found < n:
-        pytest.skip(f"needs {n} GPUs, found {found}")
-    finished = run_ranks(n, PROGRAM, scenario, str(n), timeout=300)
+    finished = run_gpu_ranks(cupy, n, PROGRAM, scenario, str(n), timeout=300)
     assert (finished.returncode != 0) == bool(error), finished.stderr
     assert finished.stdout.count(f"{scenario} done") == (0 if error else n) and error in finished.stderr

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cases import to_host
-from launch import all_done, run_gpu_ranks
 from mixer_cases import (
     BFLOAT16,
     FIELDS,
@@ -498,11 +496,6 @@ def test_packs_through_one_graph_are_the_eager_results(cupy, norm):
     """Packs that do not fit run eagerly, and are counted."""
     with thdattn.comm.init("single") as comm, cupy.cuda.Stream(non_blocking=True):
         graph_ranks.replay_mixers(comm, cupy, norm=norm)
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_the_same_with_states_that_travel_in_the_graph(cupy, n):
-    all_done(run_gpu_ranks(cupy, n, Path(graph_ranks.__file__), "mixers", str(n), timeout=200), n, "mixers")
 
 
 # --- sizes without kernels -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,12 @@ def _replay_packs(
         assert fitting + graphs.num_overflows == count and fitting > warmup + 5
         assert graphs.num_overflows == count // 5 or isinstance(sharding, BalancedCapacity)
         assert len(returned) == 1, "all replays are of one graph"
+
+
+def replay_masks(comm: thdattn.comm.Comm, cupy: Any) -> None:
+    for mask, dims, sharding in (("causal", (128, 128), "dual_chunk"), ("window", (64, 64), "dual_chunk"),
+                                 ("two-sided", (64, 64), "contiguous")):  # fmt: skip
+        replay_packs(comm, cupy, mask, dims, sharding)
 
 
 def replay_balanced(comm: thdattn.comm.Comm, cupy: Any) -> None:
@@ -342,6 +349,11 @@ def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 
         graphs.close()
 
 
+def check_shardings(comm: thdattn.comm.Comm, cupy: Any) -> None:
+    for sharding in ("dual_chunk", "contiguous"):
+        check_plans(comm, cupy, sharding, 20)
+
+
 # --- the end -----------------------------------------------------------------------------------------------------
 
 
@@ -378,8 +390,12 @@ class Job:
         assert float(norm[0]) == self.comm.size
 
 
+ENDS = "exit", "cold", "graphs-first", "comm-first", "capture-raises", "raise", "raise-on-one"
+
+
 def end(comm: thdattn.comm.Comm, cupy: Any, scenario: str) -> None:
     """Replays, then ends in one of the ways in which programs end."""
+    assert scenario in ENDS, f"scenario is {scenario}, wanted one of {', '.join((*SCENARIOS, 'cycles', *ENDS))}"
     job = Job(comm, cupy, warmup_steps=0 if scenario == "cold" else 1)
     if scenario == "capture-raises":
         job.step()
@@ -423,26 +439,20 @@ def cycles(comm: thdattn.comm.Comm, cupy: Any, count: int = 20) -> None:
     assert free[settled] - free[-1] < 2**20 * (count - settled) // 2, free
 
 
+# Each is run over several ranks by test_gpu_graphs.py.
+SCENARIOS: dict[str, Callable[[thdattn.comm.Comm, Any], None]] = {
+    "packs": replay_masks, "methods": replay_methods, "balanced": replay_balanced, "mixers": replay_mixers,
+    "training": check_training, "plans": check_shardings,
+}  # fmt: skip
+
+
 def main(scenario: str, size: str) -> None:
     import cupy
 
     comm = thdattn.comm.init("nccl")
     assert comm.size == int(size), f"MPI sees {comm.size} ranks, the launcher started {size}"
-    if scenario == "packs":
-        for mask, dims, sharding in (("causal", (128, 128), "dual_chunk"), ("window", (64, 64), "dual_chunk"),
-                                     ("two-sided", (64, 64), "contiguous")):  # fmt: skip
-            replay_packs(comm, cupy, mask, dims, sharding)
-    elif scenario == "methods":
-        replay_methods(comm, cupy)
-    elif scenario == "balanced":
-        replay_balanced(comm, cupy)
-    elif scenario == "mixers":
-        replay_mixers(comm, cupy)
-    elif scenario == "training":
-        check_training(comm, cupy)
-    elif scenario == "plans":
-        for sharding in ("dual_chunk", "contiguous"):
-            check_plans(comm, cupy, sharding, 20)
+    if scenario in SCENARIOS:
+        SCENARIOS[scenario](comm, cupy)
     elif scenario == "cycles":
         cycles(comm, cupy)
     else:
