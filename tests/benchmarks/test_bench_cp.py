@@ -229,6 +229,7 @@ def test_sums_of_two_ranks_add_as_much_as_those_of_many(machine, size, at_once):
         (["--as-rank-of", "8", "--peer"], "leave it or --as-rank-of out"),
         (["--methods", "a2a", "--peer"], "compared with all_gather, which --methods lacks"),
         (["--head-groups", "2", "3"], "--head-groups has 3, wanted divisors of 8 and 16 kv heads"),
+        (["--head-groups", "0"], "--head-groups has 0, wanted divisors of 8 and 16 kv heads"),
     ],
 )
 def test_wrong_arguments_are_named(bench_cp, arguments, message, monkeypatch, capsys):

@@ -183,6 +183,7 @@ def test_folder_is_read_with_its_subfolders_but_for_empty_and_hidden_files(tmp_p
     (("--data", "{tmp}", "--tokens", 8), "--tokens is 8, wanted at least --multiple, 16; pass --tokens 16"),
     *((("--data", "{tmp}", "--tokens", 64, option, -1), f"{option} is -1, wanted >= ")
       for option in ("--tokens", "--multiple", "--longest", "--seed", "--groups", "--accumulate")),
+    (("--data", "{tmp}", "--tokens", 64, "--steps", "0"), "--steps is '0', wanted a number of at least 1, or all"),
     (("--data", "{tmp}", "--tokens", 64, "--steps", "few"), "--steps is 'few', wanted a number of at least 1, or all"),
     (("--data", "{tmp}", "--tokens", 64, "--groups", 10**6), "--groups times --accumulate is 1000000, wanted at most "),
 ])  # fmt: skip
