@@ -18,7 +18,7 @@ from fake_gpus import Stream
 from peer_programs import Pack, Program, machine_of, results
 
 from thdattn.comm import no_wait
-from thdattn.comm.beside.blocks import Blocks
+from thdattn.comm.beside.blocks import RECEIVED, Blocks
 from thdattn.comm.beside.transport import Transport
 from thdattn.comm.peer import transport, windows
 from thdattn.comm.peer.transport import PeerMemory
@@ -105,6 +105,11 @@ def next_at_once(side, use, num_bytes, stream):
     return side._blocks.next(use, num_bytes, stream.is_capturing())
 
 
+def next_sums_at_once(side, use, num_bytes, stream):
+    """The same of sums that another stream of a graph has received and may still add."""
+    return (next_at_once if use == RECEIVED else next_of_side)(side, use, num_bytes, stream)
+
+
 def blocks_of_graphs(blocks, use, num_bytes, capturing):
     """Eager calls use the blocks of graphs."""
     return next_block(blocks, use, num_bytes, True)
@@ -159,6 +164,24 @@ def drops_at_work(program, draw):
         Pack(program, stream, 5).forward(draw)
 
 
+def sums_of_two_streams_of_a_graph(program, draw):
+    """In a capture, one stream follows another only where the program says so."""
+    machine, graph = program.machine, {}
+    packs = [Pack(program, stream, 5) for stream in (machine.stream, Stream(machine))]
+    layers, found = [pack.layer() for pack in packs], []
+    machine.graph = graph
+    packs[1].stream.wait_event(packs[0].stream.record())
+    for pack, layer in zip(packs, layers, strict=True):
+        machine.stream = pack.stream
+        out = layer.forward(layer.gather((4,), at_once=True))
+        found.append(out | layer.backward(layer.gather((4,), at_once=True), True) | layer.dk_dv())
+    packs[0].stream.wait_event(packs[1].stream.record())
+    machine.graph, machine.stream = None, packs[0].stream
+    packs[0].graphs.append((graph, list(zip(layers, found, strict=True)), []))
+    for _ in range(4):
+        packs[0].replay(draw)
+
+
 def exchanges(program, draw):
     packs = [Pack(program, stream, 2) for stream in (program.machine.stream, Stream(program.machine))]
     packs[0].capture(draw)
@@ -180,10 +203,10 @@ def all_turns(turns, captured, at_once):
     return next_turn(turns, captured, True)
 
 
-next_turn, next_block = all_gather._Turns.next, Blocks.next
+next_turn, next_block, next_of_side = all_gather._Turns.next, Blocks.next, SideNccl._next
 PROGRAMS = {
     PEER: (Program.enqueue, sums_beside_replays, gathers_beside_replays, drops_on_another_stream, exchanges),
-    NCCL: (Program.enqueue, sums_of_three_layers, drops_at_work),
+    NCCL: (Program.enqueue, sums_of_three_layers, drops_at_work, sums_of_two_streams_of_a_graph),
 }
 OF_BOTH = {
     "reads or sends before rows are written": (Transport, "_follow", nothing),
@@ -206,6 +229,7 @@ FAULTS = {
     },
     NCCL: OF_BOTH | {
         "writes what a collective still reads": (SideNccl, "_next", next_at_once),
+        "receives sums while others are added": (SideNccl, "_next", next_sums_at_once),
         "has one set of blocks for graphs and calls": (Blocks, "next", blocks_of_graphs),
         "waits for the collective of another capture": (Blocks, "forget_events", nothing),
     },

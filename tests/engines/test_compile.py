@@ -370,6 +370,15 @@ def test_backward_is_the_first_choice_that_fits(dims):
         tiles.backward_for(needs[-1] - 1)
 
 
+@pytest.mark.parametrize(("caps", "capped_tile_n", "keys"), [(False, 32, 64), (True, 32, 32), (True, 0, 64)])
+@pytest.mark.parametrize(("table", "kernel"), [("forward", "thd_attn_fwd"), ("forward_sm90", "thd_attn_fwd_sm90")])
+def test_capped_logits_have_as_many_keys_at_a_time_as_the_table_says(table, kernel, caps, capped_tile_n, keys):
+    row = TILES[128, 128]
+    row = replace(row, **{table: replace(getattr(row, table), tile_n=64, capped_tile_n=capped_tile_n)})
+    made = getattr(row, kernel)("float16", "float16", Kind(caps=caps, sinks=False))
+    assert f", 128, 128, {keys}, " in made.name
+
+
 @pytest.mark.parametrize("head_dim", range(32, 257, 16))
 def test_a_portable_backward_of_parts_of_fragments_is_refused(head_dim):
     """Some warps of 128/128 divide the columns of dk in four: multiples of 64 are whole fragments."""

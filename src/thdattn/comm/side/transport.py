@@ -181,7 +181,7 @@ class SideNccl(Transport):
         if self._adds_in_rank_order(in_rank_order):
             received = self._next(RECEIVED, summing.num_received, stream)
             self._add(self._exchanged(comm, summing, received, stream), self.size, rows, results, stream)
-            received.last = self._recorded(stream)
+            received.last = self._recorded(stream)  # nothing else orders two streams of a capture
         else:
             self._add(self._reduced(comm, summing, stream), 1, rows, results, stream)
         summing.block.last = self._recorded(stream)
