@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thdattn import oracle
-from thdattn.engines import (
-    AttentionOptions,
-    BackwardInputs,
-    BackwardOutputs,
-    ForwardInputs,
-    ForwardOutputs,
-    reference,
-)
+from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, reference
 from thdattn.engines.reference import blocks as host_blocks
 
 BFLOAT16 = ml_dtypes.bfloat16

@@ -27,14 +27,7 @@ from cases import (
 
 import thdattn
 from thdattn import oracle
-from thdattn.engines import (
-    AttentionOptions,
-    BackwardInputs,
-    BackwardOutputs,
-    ForwardInputs,
-    ForwardOutputs,
-    reference,
-)
+from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, reference
 from thdattn.kernels.configs import TILES
 from thdattn.methods import p2p
 from thdattn.methods.base import MethodOptions
