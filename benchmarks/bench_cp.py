@@ -14,6 +14,12 @@ a call to its return on an idle GPU. Memory is what warm calls take of the GPU, 
 pack, without padding. --peer: Transformer Engine's schedule, see cp_peer.py, in the same run. --as-rank-of N: two GPUs
 have the rows, keys and traffic of two ranks of N, see rank_of.py. Results mean nothing then, so neither errors nor
 peers are measured. Where ranks differ in work, the GPUs play those with most. Rows go to benchmarks/results/cp_GPU.csv.
+
+Two GPUs are two machines, connected by sockets, if each rank has names of its own in THDATTN_HOST and NCCL_HOSTID:
+
+    export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo
+    mpiexec -n 2 sh -c 'N=host${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; THDATTN_HOST=$N NCCL_HOSTID=$N python -m mpi4py \\
+        benchmarks/bench_cp.py --cases 1x16384-h512 --head-groups 8 --exchange'
 """
 
 from __future__ import annotations
@@ -35,8 +41,8 @@ import peers
 import record
 import tables
 import timing
-from cp_methods import ALONE, METHODS, ONE, OURS, USUAL, Method
-from cp_ways import Alone, Layer, Ranks, Timed, both, captured, free_memory, started, whole_pack
+from cp_methods import ALONE, BESIDE, EXCHANGE, METHODS, ONE, OURS, USUAL, Method
+from cp_ways import Alone, Beside, Exchange, Layer, Ranks, Timed, both, captured, free_memory, started, whole_pack
 from record import WAYS
 from workloads import Case, cp_cases
 
@@ -63,11 +69,11 @@ def main() -> int:
         ranks = Ranks.of(real, args.as_rank_of or real.size)
         records = record.Recorder("cp", args.out, KEY, real.size, {
             "ranks": str(real.size), "as_rank_of": str(ranks.size),
-            "transport": "peer" if real.reads_peers else real.name,
+            "transport": "peer" if real.reads_peers else f"{real.name}{' between machines' * real.spans_machines}",
         })  # fmt: skip
         with process_group() if args.peer else nullcontext():
             others = find_peers() if args.peer else {}
-            for case, measure in work(ranks, args.cases, args.methods, args.head_groups):
+            for case, measure in work(ranks, args.cases, args.methods, args.head_groups, args.exchange):
                 start = time.perf_counter()
                 records.add(rows_of(case, others, measure(case, others, args.repeats)), real.rank == 0)
                 if real.rank == 0:
@@ -95,14 +101,14 @@ def find_peers() -> Peers:
 
 
 def work(
-    ranks: Ranks, names: Sequence[str], methods: Sequence[Method], head_groups: Sequence[int]
+    ranks: Ranks, names: Sequence[str], methods: Sequence[Method], head_groups: Sequence[int], exchange: bool = False
 ) -> Iterator[tuple[Case, Callable[[Case, Peers, int], Measured]]]:
     """Yield cases with what measures them; errors come first, which also compile and load kernels."""
     all_there = ranks.size == ranks.real.size
     if all_there:
         yield ERROR_CASE, partial(errors, ranks, methods)
     for name in names:
-        yield cp_cases(ranks.size)[name], partial(speeds, ranks, methods, head_groups)
+        yield cp_cases(ranks.size)[name], partial(speeds, ranks, methods, head_groups, exchange)
         if all_there and name == "bucket32k":
             yield LONG_ERROR_CASE, partial(errors, ranks, methods)
 
@@ -147,7 +153,8 @@ def errors(ranks: Ranks, methods: Sequence[Method], case: Case, others: Peers, _
 
 
 def speeds(
-    ranks: Ranks, methods: Sequence[Method], head_groups: Sequence[int], case: Case, others: Peers, rounds: int
+    ranks: Ranks, methods: Sequence[Method], head_groups: Sequence[int], exchange: bool, case: Case, others: Peers,
+    rounds: int,
 ) -> Measured:
     """Measure all times of one case, in turns, and the memory and received bytes of each way."""
     real = ranks.real
@@ -169,6 +176,8 @@ def speeds(
         costs |= {name: Costs(taken(real, peer, free)) for name, peer in made_ones.items()}
         ways |= {**made_ones, ALONE: Alone(ours[OURS])}
         both(ways[ALONE])  # a backward needs a forward before it
+        if exchange:
+            ways |= exchanged(real, ours[OURS])
     one = attempted(real, f"{case.name} {ONE}", partial(started, partial(whole_pack, case)))
     if one is not None:
         ways[ONE] = one[0]
@@ -178,6 +187,14 @@ def speeds(
                  for key, samples in times.items()}  # fmt: skip
     chosen = {name: layer.choices() | ranks_played(ranks, layer) for name, layer in ours.items()}
     return {key: found | chosen.get(key[0], {}) for key, found in measured.items()}
+
+
+def exchanged(real: Comm, layer: Layer) -> dict[str, Timed]:
+    """Return the ways of --exchange; between machines an exchange may outlast the attention, which is then not timed.
+    """
+    exchange, alone = Exchange(layer), Alone(layer)
+    both(alone)
+    return {EXCHANGE: exchange} | ({} if real.spans_machines else {BESIDE: Beside(alone, exchange)})
 
 
 def asked_for(
@@ -296,7 +313,7 @@ def columns(case: Case, cp_size: int, key: Key, samples: Sequence[float], costs:
     """Return the columns of one measured time, per GPU; rows of calls also have memory and received bytes."""
     peer, direction, how = key
     flops = {**case.flops._asdict(), "both": sum(case.flops)}.get(direction)
-    row = record.timed(samples, flops / cp_size if flops and how != "host" else None)
+    row = record.timed(samples, flops / cp_size if flops and how != "host" and peer != EXCHANGE else None)
     cost = costs.get(peer)
     if how != "called" or cost is None:
         return row
@@ -337,6 +354,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--transport", choices=("auto", "peer", "nccl"), default="auto", help="see thdattn.comm.init")
     parser.add_argument("--head-groups", nargs="+", type=int, default=[], metavar="N",
                         help="also time ours with so many groups of heads, in turns with the others")  # fmt: skip
+    parser.add_argument("--exchange", action="store_true", help="also time what all_gather exchanges without the "
+                        "attention, and the attention alone beside it")  # fmt: skip
     parser.add_argument("--peer", action="store_true", help="also time Transformer Engine's schedule")
     parser.add_argument("--as-rank-of", type=int, metavar="N", help="two GPUs behave as two ranks of N")
     record.add_options(parser, "cp", repeats=3)
@@ -347,6 +366,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--as-rank-of is {args.as_rank_of}, wanted >= 2")
     if args.as_rank_of and args.peer:
         parser.error("--peer has no ranks to be played by others; leave it or --as-rank-of out")
+    if args.as_rank_of and args.exchange:
+        parser.error("--exchange times collectives of real ranks; leave it or --as-rank-of out")
     args.cases = names if "all" in args.cases else args.cases
     args.methods = [METHODS[name] for name in (METHODS if "all" in args.methods else args.methods)]
     if args.peer and USUAL not in args.methods:

@@ -13,6 +13,8 @@ from thdattn.methods.a2a import obstacle
 from thdattn.methods.select import SHARDINGS
 
 OURS, ALONE, ONE = "ours", "alone", "one GPU"  # peers of records
+EXCHANGE, BESIDE = "exchange", "alone, beside the exchange"  # with --exchange
+PARTS = (ONE, ALONE, EXCHANGE, BESIDE)  # what is measured beside implementations
 INNER = 2  # ranks of an inner group of two levels
 CAPTURED = ("all_gather", "a2a", "a2a+all_gather")  # methods that CUDA graphs can contain
 

@@ -18,10 +18,11 @@ from rank_of import as_rank_of, exchanging
 from workloads import Case
 
 import thdattn
-from thdattn.comm import Comm, SingleComm
+from thdattn.comm import Comm, SingleComm, no_wait
 from thdattn.costs import Both
 from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, cuda
 from thdattn.graphs import CudaGraphConfig, Graphs
+from thdattn.plan.owners import places_of_keys
 
 
 class Timed(Protocol):
@@ -149,6 +150,63 @@ class Alone:
         inputs = BackwardInputs(
             layer.inputs.dout, layer.inputs.q, self._keys, self._values, self._out, self._lse, layer.plan)
         self._grads = cuda.attn_bwd(inputs, self._options, BackwardOutputs(self._sum_dtype))
+
+
+class Exchange:
+    """Gathers and sums of an all_gather layer without its kernels: all heads at once, beside the current stream."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._plan, self._comm, self._kept = layer.plan, layer.attention.comm, layer.choices()["keep_keys"] == "yes"
+        _, *self._keys, _ = layer.inputs
+        self._gathered = [cupy.empty((self._plan.cp_size * len(x), *x.shape[1:]), x.dtype) for x in self._keys]
+        self._grads = [cupy.empty_like(x) for x in self._keys]
+
+    def forward(self) -> None:
+        self.start_forward()()
+
+    def backward(self) -> None:
+        self.start_backward()()
+
+    def start_forward(self) -> Callable[[], None]:
+        """Start to gather keys; return a function that waits for them."""
+        (arrival,) = self._comm.gather_heads(self._keys, [self._gathered])
+
+        def wait() -> None:
+            arrival.wait()
+            arrival.done()
+
+        return wait
+
+    def start_backward(self) -> Callable[[], None]:
+        """Start to sum gradients, and to gather keys that are not kept; return a function that waits for both."""
+        gathered = no_wait if self._kept else self.start_forward()
+        shapes = [x.shape for x in self._grads]
+        self._comm.owner_partials(shapes, shapes, False)
+        _, rows = places_of_keys(self._plan, self._comm.reads_peers)
+        summed = self._comm.reduce_partials(rows, self._grads, False, False)
+
+        def wait() -> None:
+            gathered()
+            summed()
+
+        return wait
+
+
+class Beside:
+    """Attention alone, timed while an exchange that takes less time goes on beside it."""
+
+    def __init__(self, alone: Alone, exchange: Exchange) -> None:
+        self._alone, self._exchange, self._wait = alone, exchange, no_wait
+
+    def forward(self) -> None:
+        self._wait()
+        self._wait = self._exchange.start_forward()
+        self._alone.forward()
+
+    def backward(self) -> None:
+        self._wait()
+        self._wait = self._exchange.start_backward()
+        self._alone.backward()
 
 
 def both(layer: Timed) -> None:

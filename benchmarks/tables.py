@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import NamedTuple
 
-from cp_methods import ALONE, ONE, OURS, USUAL, Method
+from cp_methods import ALONE, BESIDE, EXCHANGE, ONE, OURS, PARTS, USUAL, Method
 from record import DIRECTIONS, ERRORS, OWN, Row, Times
 from workloads import CASES, cp_cases
 
@@ -64,7 +65,7 @@ def software(rows: Sequence[Row]) -> str:
     found = {name: [*dict.fromkeys(filter(None, (row.get(column) for row in rows)))] for name, column in (
         ("driver", "driver"), ("CUDA", "cuda"), ("kernel sources", "kernel_sources"), ("example", "example_sources"))}
     versions = dict.fromkeys(f"{named(row['peer'])} {row['peer_version']}" for row in rows
-                             if row.get("peer_version") and row["peer"] not in (ONE, ALONE, *OWN)
+                             if row.get("peer_version") and row["peer"] not in (*PARTS, *OWN)
                              and not row["peer"].startswith(OURS))  # fmt: skip
     days = sorted({row["date"][:10] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
@@ -254,7 +255,12 @@ def context_parallel(rows: Sequence[Row]) -> list[str]:
                   (f"{ranks}, what each way costs.", table([
                       str(ranks), "way", "forward / backward, TFLOP/s", "over one GPU", "exposed, ms",
                       "one graph, TFLOP/s", "host forward, µs", "host plan, µs", "received, MiB", "memory, GiB"],
-                      costs))]  # fmt: skip
+                      costs)),
+                  (f"{ranks}, what overlaps: times of forward and backward, ms. The exchange alone takes all heads at "
+                   f"once.", table([
+                      str(ranks), "groups of heads", "layer", "attention alone", "exchange alone", "attention / layer",
+                      "layer / the longer one", "attention beside the exchange / alone"],
+                      overlaps(times)))]  # fmt: skip
     lines = [[str(ranks), case, way_name(way), *(number(1e3 * times.value("rms", case, way, name, ERRORS))
                                                  for name in RESULTS)]
              for ranks, times in runs(rows).items() for case in times.cases
@@ -275,7 +281,7 @@ def methods(times: Times) -> list[str]:
 
 
 def cp_peers(times: Times) -> list[str]:
-    return [peer for peer in times.peers if peer not in (ALONE, ONE) and not peer.startswith(OURS)]
+    return [peer for peer in times.peers if peer not in PARTS and not peer.startswith(OURS)]
 
 
 def method(times: Times, case: str, way: str) -> Method:
@@ -312,6 +318,19 @@ def cost(times: Times, case: str, way: str) -> list[str]:
         number(times.value("received_bytes", case, way, "both", "called") / 2**20),
         times.text("memory_gib", case, way, "both", "called") or "-",
     ]  # fmt: skip
+
+
+def overlaps(times: Times) -> Lines:
+    """Return lines that compare a layer with its attention and its exchange alone, for each number of groups."""
+    lines = []
+    for case, way in product(times.cases, own(times)):
+        layer, alone, exchange, beside = (times.value("ms", case, name, "both", "called")
+                                          for name in (way, ALONE, EXCHANGE, BESIDE))
+        if method(times, case, way) == USUAL and layer > 0 < exchange:
+            lines.append([case, times.text("head_groups", case, way, "both", "called"),
+                          *map(number, (layer, alone, exchange)),
+                          *map(ratio, (alone / layer, layer / max(alone, exchange), beside / alone))])  # fmt: skip
+    return lines
 
 
 # --- mixers, graphs, decode --------------------------------------------------------------------------------------

@@ -196,5 +196,7 @@ def cp_cases(cp_size: int) -> dict[str, Case]:
         *(Case(f"documents{rows}k", lengths, 64, 8) for rows, lengths in documents.items()),
         replace(CASES["bucket32k"], name="bucket32k-mha16"),
         Case("64x1024", (1_024,) * 64),
+        # Computed about as long as sent by sockets of one machine, 0.4 GB/s.
+        Case("1x16384-h512", (16_384,), 512, 8, causal=False),
     )
     return {case.name: case for case in cases}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import fake_nccl
 import launch
 import numpy as np
 import pytest
 import rank_of
 import record
 import tables
-from cp_methods import METHODS
+from cp_methods import BESIDE, EXCHANGE, METHODS
 from fake_exchange import Gathered, meet, take
 from fake_gpus import Machine, installed
 from fake_mpi import World
@@ -35,6 +37,7 @@ def bench_cp():
 def test_packs_are_those_that_others_were_measured_with():
     cases = cp_cases(2)
     assert cases["bucket32k"].lengths == (24_576, 28_672, 30_720, 32_768)
+    assert cases.pop("1x16384-h512").total_tokens == 16_384  # for sockets
     assert {(case.heads, case.kv_heads) for case in cases.values()} == {(32, 8), (64, 8), (16, 16)}
     assert cases["bucket32k-mha16"].lengths == cases["bucket32k"].lengths and cases["64x1024"].kv_heads == 16
     lengths = cases["lognormal128k"].lengths
@@ -221,12 +224,42 @@ def test_sums_of_two_ranks_add_as_much_as_those_of_many(machine, size, at_once):
 # --- the program -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keep_keys", ["yes", "no"])
+@pytest.mark.parametrize("num_cliques", [0, 2], ids=["peer", "nccl"])
+def test_the_exchange_alone_brings_all_keys_and_sums_beside_attention(bench_cp, monkeypatch, num_cliques, keep_keys):
+    import cp_ways
+    from peer_programs import HEADS, WIDTH, Plan, Program, machine_of
+
+    with machine_of(2, 0) as machine:
+        monkeypatch.setattr(cp_ways, "cupy", SimpleNamespace(
+            empty=machine.empty, empty_like=lambda x: machine.empty(x.shape, x.dtype)))
+        cliques, exchanges = [fake_nccl.Clique(2) for _ in range(num_cliques)], []
+        for rank in range(2):
+            program = Program(machine, rank, cliques)
+            inputs = [program.engine.empty((5, HEADS, WIDTH), np.float32) for _ in range(4)]
+            for x in inputs:
+                machine.stream.launch(np.copyto, x, np.full(x.shape, rank + 1, np.float32))
+            exchange = cp_ways.Exchange(SimpleNamespace(
+                plan=Plan(program.engine, rank, 2, 5), attention=SimpleNamespace(comm=program.comm), inputs=inputs,
+                choices=lambda: {"keep_keys": keep_keys}))  # fmt: skip
+            alone = SimpleNamespace(forward=lambda: None, backward=lambda: None)
+            for way in (exchange, beside := cp_ways.Beside(alone, exchange)):
+                bench_cp.both(way)
+            beside._wait()
+            exchanges.append(exchange)
+        machine.run()
+    for rank, exchange in enumerate(exchanges):
+        other = slice(5, None) if rank == 0 else slice(5)  # own rows may be read where they are
+        assert all((x[other] == 2 - rank).all() for x in exchange._gathered)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--repeats", "0"], "--repeats: found 0, wanted >= 1"),
         (["--as-rank-of", "1"], "--as-rank-of is 1, wanted >= 2"),
         (["--as-rank-of", "8", "--peer"], "leave it or --as-rank-of out"),
+        (["--as-rank-of", "8", "--exchange"], "leave it or --as-rank-of out"),
         (["--methods", "a2a", "--peer"], "compared with all_gather, which --methods lacks"),
         (["--head-groups", "2", "3"], "--head-groups has 3, wanted divisors of 8 and 16 kv heads"),
         (["--head-groups", "0"], "--head-groups has 0, wanted divisors of 8 and 16 kv heads"),
@@ -277,7 +310,8 @@ def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp
     path = tmp_path / "cp.csv"
     program = Path(tables.__file__).with_name("bench_cp.py")
     command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), "--transport", transport, *arguments]
-    run = launch.run_ranks(2, program, *command, "--head-groups", "1", "4", "--methods", "all", timeout=240)
+    command += ["--head-groups", "1", "4", "--methods", "all", *["--exchange"] * (not arguments)]
+    run = launch.run_ranks(2, program, *command, timeout=240)
     assert run.returncode == 0, run.stderr
     assert "Error" not in run.stderr
     ((ranks, times),) = tables.runs(record.load(path)).items()
@@ -293,3 +327,5 @@ def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp
         assert np.isfinite(times.value("received_bytes", "8x1024", way, "both", "called"))
         if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
             assert 0 < times.value("rms", "4x1024", way, "dk", record.ERRORS) < 1e-2
+    for way in () if arguments else (EXCHANGE, BESIDE):
+        assert 0 < times.value("ms", "8x1024", way, "both", "called") < 100

@@ -152,6 +152,15 @@ def test_methods_stand_side_by_side_and_each_way_has_its_costs():
     assert groups[0] == "4 groups" and peer[0].startswith("Transformer Engine") and peer[3] == "3.5"
 
 
+def test_a_layer_is_compared_with_its_attention_and_its_exchange_alone():
+    rows = [{"ranks": "2", "as_rank_of": "2", "transport": "nccl", "case": "bucket32k", "peer": peer, "date": "",
+             "timing": "called", "direction": "both", "ms": str(ms), "tflops": "1", "head_groups": "4"}
+            for peer, ms in (("ours", 12), ("alone", 9), ("exchange", 10), ("alone, beside the exchange", 9.9))]
+    *_, parts = cells(tables.context_parallel(rows), "bucket32k")
+    assert parts == ["4", "12.0", "9.00", "10.0", "0.75", "1.20", "1.10"]
+    assert not tables.cp_peers(record.Times(rows)) and "exchange" not in tables.software(rows)
+
+
 def test_mixers_have_their_floor_and_how_many_times_as_long_others_take():
     times = {"ours": ("0.25", "0.5"), "mamba_ssm": ("0.75", "2.0")}
     rows = [{"part": "mixer", "ranks": "1", "case": "1x16384", "peer": peer, "direction": way, "timing": "graph",
