@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import BFLOAT16, offsets, to_host
+from wrong_values import DeviceOffsets, OnAGpu
 
 import thdattn
 from thdattn import oracle, varlen, varlen_attention, varlen_attention_backward
@@ -205,19 +206,6 @@ def test_threads_have_plans_of_their_own_and_right_results():
     assert not wrong
 
 
-class OnGpu:
-    """The outside of an array on a GPU; a read fails."""
-
-    def __init__(self, shape, dtype):
-        self.shape, self.dtype = shape, np.dtype(dtype)
-
-    def __dlpack_device__(self):
-        return 2, 0
-
-    def __array__(self, *_, **__):
-        raise AssertionError("an array on a GPU was read")
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU to the cache alone: the current device and stream, and the calls that made a plan."""
@@ -228,7 +216,7 @@ def gpu(monkeypatch):
         runtime=SimpleNamespace(getDevice=lambda: state.device))
     monkeypatch.setattr(varlen, "usable_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(varlen, "_make", lambda *call: (state.made.append(call), (object(), object()))[1])
-    x = OnGpu((7, 2, 64), np.float16)
+    x = OnAGpu((7, 2, 64), np.float16)
     options = varlen.Options(None, None, None, True, (-1, -1), False, 0.0, False)
     state.plan = lambda cu_seqlens: varlen.planned(x, x, x, cu_seqlens, cu_seqlens, options)[1]
     return state
@@ -248,7 +236,7 @@ def test_a_plan_on_a_gpu_belongs_to_one_stream_of_one_gpu(gpu):
 
 
 def test_lengths_on_a_gpu_are_planned_anew_and_not_read(gpu):
-    cu_seqlens = OnGpu((3,), np.int32)
+    cu_seqlens = DeviceOffsets(3)
     assert gpu.plan(cu_seqlens) is not gpu.plan(cu_seqlens)
     assert len(gpu.made) == 2 and varlen._kept.cache_info().currsize == 0
 
@@ -286,7 +274,7 @@ WRONG = [
     ({"v": np.zeros((8, 2, 8))}, TypeError, "v is float64, wanted float32"),
     ({"k": np.zeros((8, 3, 8), np.float32), "v": np.zeros((8, 3, 8), np.float32)}, ValueError,
      "num_heads is 4, not a multiple of num_kv_heads = 3"),
-    ({"k": OnGpu((8, 2, 8), np.float32)}, TypeError, "k is a test_varlen.OnGpu, wanted a NumPy array"),
+    ({"k": OnAGpu((8, 2, 8))}, TypeError, "k is a wrong_values.OnAGpu, wanted a NumPy array"),
     ({"cu_seqlens_q": np.array([0, 3, 7])}, TypeError, "cu_seqlens_q of 7 rows is refused: cu_seqlens is int64"),
     ({"cu_seqlens_q": np.array([0, 3, 9], np.int32)}, ValueError,
      "cu_seqlens_q ends at 9, but q has 7 rows, wanted at most as many; pass"),
@@ -320,7 +308,7 @@ def test_wrong_arguments_are_named(changes, kind, message):
 def test_offsets_on_both_sides_are_refused(gpu, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match="have 2 sequences on the host and 2 sequences on a GPU"):
-        call(cu_seqlens_k=OnGpu((3,), np.int32))
+        call(cu_seqlens_k=DeviceOffsets(3))
 
 
 def test_backward_wants_what_varlen_attention_saved():
