@@ -178,33 +178,20 @@ def test_ranks_that_ask_for_different_shifts_and_other_comms_are_refused():
 # --- on a GPU ----------------------------------------------------------------------------------------------------
 
 
-def on_gpu(cupy):
-    """What makes a batch whose lengths lie on the GPU."""
-    return lambda batch: thdattn.PackedBatch(
-        cupy.asarray(batch.cu_seqlens), cupy.asarray(batch.cu_seqlens_padded), total_rows=batch.total_rows
-    )
-
-
-def gpu_case(way, name, dtype):
-    batch = way.batch(of(way, name))
-    return batch, documents_of(batch, (), dtype)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("way", [*ONE_LEVEL, Way("a2a", "contiguous", 2)], ids=str)
-def test_shifts_on_a_gpu(cupy, poisoned_gpu, way, dtype):
-    for name in ("padded-between", "slack", "empty-padded", "nothing-slack"):
-        batch, documents = gpu_case(way, name, dtype)
-        assert_shifts(way, batch, documents, (1, 40, -2), 0, "cuda", cupy)
+@pytest.mark.parametrize(("way", "dtype", "lengths_on_gpu"), [
+    *((way, dtype, False) for way in [*ONE_LEVEL, Way("a2a", "contiguous", 2)] for dtype in DTYPES),
+    *((way, np.int32, True) for way in ONE_LEVEL if way.sharding != "balanced"),
+], ids=str)  # fmt: skip
+def test_shifts_on_a_gpu(cupy, poisoned_gpu, way, dtype, lengths_on_gpu):
+    def there(batch):
+        offsets = map(cupy.asarray, (batch.cu_seqlens, batch.cu_seqlens_padded))
+        return thdattn.PackedBatch(*offsets, total_rows=batch.total_rows)
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", [way for way in ONE_LEVEL if way.sharding != "balanced"], ids=str)
-def test_shifts_of_lengths_on_the_gpu(cupy, poisoned_gpu, way):
-    for name in ("causal", "padded-between", "slack", "empty-padded"):
-        batch, documents = gpu_case(way, name, np.int32)
-        assert_shifts(way, batch, documents, (1, 40, -2), -1, "cuda", cupy, on_gpu(cupy))
+    other, fill, place = ("causal", -1, there) if lengths_on_gpu else ("nothing-slack", 0, None)
+    for name in ("padded-between", "slack", "empty-padded", other):
+        batch = way.batch(of(way, name))
+        assert_shifts(way, batch, documents_of(batch, (), dtype), (1, 40, -2), fill, "cuda", cupy, place)
 
 
 @pytest.mark.gpu
