@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from workloads import Case
+from workloads import Case, TreeCase
 
 RESULTS = ("out", "dq", "dk", "dv")
 ROWS, HEADS, LONGEST = 2048, 8, 4  # at most, of the small version; the number of longest sequences that it keeps
@@ -48,10 +48,21 @@ def small(case: Case) -> Case:
         if sum(kept) + scaled <= ROWS:
             kept.append(scaled)
             lengths.append(scaled if case.keys is None else length)
+    return replace(case, lengths=tuple(lengths), keys=case.keys and tuple(kept), **_few_heads(case))
+
+
+def small_tree(case: TreeCase) -> TreeCase:
+    """Return the first tree of a pack, with its lengths scaled to the rows of `small`, and with as few heads."""
+    nodes = next((node for node, parent in enumerate(case.parents) if node and parent < 0), len(case.parents))
+    scale = min(1.0, ROWS / sum(case.lengths[:nodes]))
+    lengths = tuple(max(1, int(scale * length)) for length in case.lengths[:nodes])
+    return replace(case, lengths=lengths, parents=case.parents[:nodes], **_few_heads(case))
+
+
+def _few_heads(case: Case) -> dict[str, Any]:
     few = (n for n in range(1, case.kv_heads) if case.kv_heads % n == 0 and case.heads // n <= HEADS)
     fewer = next(few, case.kv_heads)
-    return replace(case, lengths=tuple(lengths), keys=case.keys and tuple(kept), heads=case.heads // fewer,
-                   kv_heads=case.kv_heads // fewer)
+    return {"heads": case.heads // fewer, "kv_heads": case.kv_heads // fewer}
 
 
 def exact(case: Case, inputs: Sequence[Any], xp: Any, softcap: float = 0.0, sinks: Any = None) -> list[Array]:
@@ -73,6 +84,22 @@ def exact(case: Case, inputs: Sequence[Any], xp: Any, softcap: float = 0.0, sink
         for result, rows, part in zip(results, (here, here, there, there), parts, strict=True):
             result[rows] = part
     return [x if isinstance(x, np.ndarray) else x.get() for x in results]
+
+
+def exact_trees(case: TreeCase, inputs: Sequence[Any], xp: Any) -> list[Array]:
+    """Compute the results of `exact` for prefix trees, from their unrolled paths.
+
+    One path of each row has the gradient of its output, so that gradients are sums over paths.
+    """
+    rows = np.concatenate(case.batch().paths())
+    _, first = np.unique(rows, return_index=True)
+    *unrolled, dout = (x[rows] for x in inputs)
+    dout[np.delete(np.arange(len(rows)), first)] = 0
+    out, *of_paths = exact(case.unrolled, [*unrolled, dout], xp)
+    grads = [np.zeros((len(first), *x.shape[1:])) for x in of_paths]
+    for total, x in zip(grads, of_paths, strict=True):
+        np.add.at(total, rows, x)
+    return [out[first], *grads]
 
 
 def _one_sequence(case: Case, inputs: Sequence[Any], xp: Any, softcap: float, sinks: Any) -> list[Any]:

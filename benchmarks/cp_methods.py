@@ -53,7 +53,7 @@ class Method(NamedTuple):
     def padded(self, case: Case, cp_size: int) -> thdattn.PackedBatch:
         """Return the pack with no more padding than the sharding needs."""
         how = model.Way(self.cp_comm_type, self.sharding, INNER if self.two_levels else 1)
-        return thdattn.PackedBatch.from_lengths(case.lengths, how.multiple(cp_size))
+        return case.batch(how.multiple(cp_size))
 
     def refusal(self, case: Case, cp_size: int) -> str:
         """Return why a case cannot be spread in this way; "" if it can."""

@@ -37,6 +37,7 @@ SECTIONS = {
     "attention": Section("Attention on one GPU", "bench_attention.py", tables.attention),
     "dense": Section("Packs and dense batches", "bench_attention.py --dense", tables.dense),
     "logits": Section("Sinks and soft-capped logits", "bench_attention.py --logits", tables.logits),
+    "trees": Section("Prefix trees", "bench_trees.py", tables.trees),
     "cp": Section("Attention over several GPUs", "bench_cp.py", tables.context_parallel),
     "reorder": Section("Moving rows between orders", "bench_reorder.py", tables.reorder),
     "graphs": Section("CUDA graphs of a layer", "bench_graphs.py", tables.graphs),

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from accuracy import RESULTS
 from numpy.typing import DTypeLike, NDArray
-from workloads import Case
+from workloads import Case, TreeCase
 
 import thdattn
 from thdattn.engines import cuda
@@ -408,6 +408,46 @@ class DenseFlash4(FlashAttention4):
     def call(self, q: Any, k: Any, v: Any) -> Any:
         out, *_ = self.attention(q, k, v, causal=self.case.causal)
         return out
+
+
+class Flex(TorchPeer):
+    """FlexAttention over prefix trees, compiled for the rows of the case; its block mask is made once."""
+
+    names = RESULTS
+
+    @classmethod
+    def version(cls) -> str:
+        import torch
+        import torch.nn.attention.flex_attention
+
+        return str(torch.__version__)
+
+    def __init__(self, case: TreeCase, inputs: Inputs) -> None:
+        import torch
+        import torch._dynamo
+        import torch._functorch.config
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        leaves = [tensor(x).transpose(0, 1)[None].contiguous() for x in inputs]  # (1, heads, rows, width)
+        super().__init__(leaves[:3], leaves[3])
+        begin, end = (torch.from_numpy(x.copy()).to(leaves[0].device)
+                      for x in (case.plan.key_ranges[:, 0], case.plan.query_ranges[:, 1]))  # fmt: skip
+
+        def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return (begin[query] <= key) & (key <= query) & (query < end[key])
+
+        rows = case.total_tokens
+        self.mask = create_block_mask(sees, None, None, rows, rows, device=leaves[0].device)
+        torch._dynamo.reset()  # of another case, or it would compile for any number of rows
+        torch._functorch.config.donated_buffer = False  # several backward calls follow one forward call
+        self.attention = torch.compile(flex_attention, dynamic=False)
+        self.grouped = case.heads != case.kv_heads
+
+    def call(self, q: Any, k: Any, v: Any) -> Any:
+        return self.attention(q, k, v, block_mask=self.mask, enable_gqa=self.grouped)
+
+    def results(self) -> Sequence[Any]:
+        return [x[0].transpose(0, 1) for x in super().results()]
 
 
 def check(results: Sequence[Any], wanted: Sequence[Any], names: Sequence[str] = RESULTS) -> None:

@@ -18,8 +18,10 @@ from workloads import CASES, cp_cases
 from thdattn.methods.select import SHARDINGS
 
 NAMES = {"ours": "thdattn", "fa4": "FlashAttention-4", "varlen": "FlashAttention-2", "cudnn": "cuDNN",
-         "te+fa4": "Transformer Engine's schedule on FA4", ALONE: "attention alone"}  # fmt: skip
+         "te+fa4": "Transformer Engine's schedule on FA4", "flex": "FlexAttention",
+         ALONE: "attention alone"}  # fmt: skip
 LOGITS = {"sinks": "sinks", "softcap": "softcap 50", "both": "sinks and softcap 50", "low": "softcap 5"}
+PACKS = "causal", "unrolled"  # that bench_trees.py compares trees with
 RESULTS = ("out", "dq", "dk", "dv")
 Lines = list[list[str]]
 
@@ -65,7 +67,7 @@ def software(rows: Sequence[Row]) -> str:
     found = {name: [*dict.fromkeys(filter(None, (row.get(column) for row in rows)))] for name, column in (
         ("driver", "driver"), ("CUDA", "cuda"), ("kernel sources", "kernel_sources"), ("example", "example_sources"))}
     versions = dict.fromkeys(f"{named(row['peer'])} {row['peer_version']}" for row in rows
-                             if row.get("peer_version") and row["peer"] not in (*PARTS, *OWN)
+                             if row.get("peer_version") and row["peer"] not in (*PARTS, *OWN, *PACKS)
                              and not row["peer"].startswith(OURS))  # fmt: skip
     days = sorted({row["date"][:10] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
@@ -124,11 +126,11 @@ def heads(row: Row) -> str:
     return f"{row['heads']}/{row['kv_heads']} x {'/'.join(dict.fromkeys(widths))}"
 
 
-def speed_and_error(times: Times, case: str, peer: str) -> str:
+def speed_and_error(times: Times, case: str, peer: str, timing: str = "graph") -> str:
     """Format TFLOP/s of both directions, and the largest RMS error in thousandths; NaN is the largest of all."""
     errors = [float(text) for result in RESULTS if (text := times.text("rms", case, peer, result, ERRORS))]
     worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=None)
-    speeds = pair(times.both("tflops", case, peer, "graph"))
+    speeds = pair(times.both("tflops", case, peer, timing))
     return speeds if worst is None or speeds == "-" else f"{speeds} ({1e3 * worst:.2f})"
 
 
@@ -331,6 +333,47 @@ def overlaps(times: Times) -> Lines:
                           *map(number, (layer, alone, exchange)),
                           *map(ratio, (alone / layer, layer / max(alone, exchange), beside / alone))])  # fmt: skip
     return lines
+
+
+# --- prefix trees ------------------------------------------------------------------------------------------------
+
+
+def trees(rows: Sequence[Row]) -> list[str]:
+    """Make the tables of bench_trees.py: trees beside other packs on one GPU, then over several GPUs."""
+    one = Times(row for row in rows if row["ranks"] == "1")
+    groups = {key: Times(row for row in rows if (row["ranks"], row["transport"]) == key)
+              for key in sorted({(row["ranks"], row["transport"]) for row in rows if row["ranks"] != "1"})}  # fmt: skip
+    lines = [[case, *(number(over(one, case, column, "unrolled")) for column in ("total_tokens", "pairs")),
+              speed_and_error(one, case, OURS, "called"), pair(one.both("tflops", case, "causal", "called")),
+              ratios(one, case, "causal", "pairs"), ratios(one, case, "causal", "tiles"),
+              *(ratios(one, case, peer) for peer in ("unrolled", "flex"))] for case in one.cases]  # fmt: skip
+    head = ["trees", "rows saved", "pairs saved", "thdattn, TFLOP/s", "causal pack, TFLOP/s", "over it, by pairs",
+            "over it, by tiles", "times as fast as unrolled", "as FlexAttention"]  # fmt: skip
+    several = [[f"{ranks} GPUs, {transport}", case, speed_and_error(times, case, OURS, "called"),
+                number(speed(times, case, OURS)), number(speed(times, case, ONE)),
+                ratio(speed(times, case, OURS) / speed(times, case, ONE)),
+                times.text("work", case, OURS, "both", "called")]
+               for (ranks, transport), times in groups.items() for case in times.cases]  # fmt: skip
+    return described([
+        ("Prefix trees, forward / backward, of calls. In parentheses: the largest relative RMS error against float64, "
+         "in thousandths. Saved: rows and visible pairs of the unrolled paths over those of the trees. The causal pack "
+         "has as many rows and as many tiles of 128 x 128 with a visible pair.", table(head, lines)),
+        ("Prefix trees over several GPUs (all_gather:balanced): TFLOP/s per GPU of calls. Work: pairs of the busiest "
+         "rank over the mean.",
+         table(["", "trees", "forward / backward", "both", ONE, "over one GPU", "work"], several)),
+    ])  # fmt: skip
+
+
+def over(times: Times, case: str, column: str, peer: str, way: str = "both") -> float:
+    """Return a column of a peer over that of thdattn."""
+    theirs, ours = (times.value(column, case, name, way, "called") for name in (peer, OURS))
+    return theirs / ours
+
+
+def ratios(times: Times, case: str, peer: str, per: str = "") -> str:
+    """Format how many times as fast as a peer thdattn is, forward / backward: per pack, or per unit of a column."""
+    units = over(times, case, per, peer) if per else 1.0
+    return pair(over(times, case, "ms", peer, way) / units for way in DIRECTIONS)
 
 
 # --- mixers, graphs, decode --------------------------------------------------------------------------------------

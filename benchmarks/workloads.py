@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +15,8 @@ from numpy.typing import NDArray
 import thdattn
 
 PACK_TOKENS = 65_536  # of packs with drawn lengths
+TREE_TOKENS = 40_000  # least number in a pack of trees
+TILE = 128
 DOCUMENTS = Path(__file__).with_name("doc_lengths.csv")
 
 
@@ -28,9 +32,9 @@ class Pack:
         """Return the tokens of all sequences, which are also all rows."""
         return sum(self.lengths)
 
-    def batch(self) -> thdattn.PackedBatch:
-        """Return the pack, with its lengths on the host."""
-        return thdattn.PackedBatch.from_lengths(self.lengths)
+    def batch(self, multiple: int = 1) -> thdattn.PackedBatch:
+        """Return the pack, with its lengths on the host, each padded to a multiple."""
+        return thdattn.PackedBatch.from_lengths(self.lengths, multiple)
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,61 @@ class Case(Pack):
     @cached_property
     def flops(self) -> thdattn.Flops:
         """Count the operations of all heads; they are the same for every engine and peer."""
-        attn = self.attention("reference")
-        return attn.flops(attn.plan(self.batch(), "contiguous", key_batch=self.key_batch()))
+        return self.attention("reference").flops(self.plan)
+
+    @cached_property
+    def plan(self) -> thdattn.Plan:
+        """Make the plan of one rank on the host."""
+        return self.attention("reference").plan(self.batch(), "contiguous", key_batch=self.key_batch())
+
+    @cached_property
+    def tiles(self) -> int:
+        """Count the tiles of 128 queries and 128 keys of a causal mask that have a visible pair.
+
+        A tile is left out if its keys lie outside the ranges of its queries, or their subtrees end before the queries.
+        """
+        begin = np.arange(0, self.total_tokens, TILE)
+        first, end = (extreme.reduceat(self.plan.key_ranges[:, side], begin)
+                      for side, extreme in enumerate((np.minimum, np.maximum)))  # fmt: skip
+        last = np.maximum.reduceat(self.plan.query_ranges[:, 1], begin)
+        return int(((first[:, None] < begin + TILE) & (begin < end[:, None]) & (begin[:, None] < last)).sum())
+
+
+@dataclass(frozen=True)
+class TreeCase(Case):
+    """Pack of prefix trees, as PackedBatch.from_trees takes them.
+
+    lengths: tokens of every node. parents: index of every node's parent, -1 for the root of a tree.
+    """
+
+    parents: tuple[int, ...] = ()
+
+    def batch(self, multiple: int = 1) -> thdattn.PackedBatch:
+        return thdattn.PackedBatch.from_trees(self.lengths, self.parents, multiple)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return super().columns | {"num_seqs": str(self.parents.count(-1))}
+
+    def documents(self, lengths: Iterable[int]) -> Case:
+        """Return a causal pack of other lengths with the same heads."""
+        return Case(self.name, tuple(lengths), self.heads, self.kv_heads, self.head_dim, self.v_head_dim)
+
+    @cached_property
+    def unrolled(self) -> Case:
+        """Return the pack of all paths from a root to a leaf, each a sequence."""
+        return self.documents(map(len, self.batch().paths()))
+
+    @cached_property
+    def alike(self) -> Case:
+        """Return a causal pack of as many rows, cut into sequences of one length so that it has as many tiles."""
+
+        def cut(length: int) -> Case:
+            number, rest = divmod(self.total_tokens, length)
+            return self.documents([length] * number + [rest] * (rest > 0))
+
+        lengths = range(1, self.total_tokens + 1)
+        return cut(lengths[bisect_left(lengths, self.tiles, key=lambda length: cut(length).tiles)])
 
 
 def lognormal_pack(seed: int = 0, tokens: int = PACK_TOKENS) -> tuple[int, ...]:
@@ -200,3 +257,35 @@ def cp_cases(cp_size: int) -> dict[str, Case]:
         Case("1x16384-h512", (16_384,), 512, 8, causal=False),
     )
     return {case.name: case for case in cases}
+
+
+def drawn_trees(name: str, prompt: int, fan: int, depth: int, mean: int) -> TreeCase:
+    """Draw trees until they have TREE_TOKENS; the last node fills the last tile of rows.
+
+    Args:
+        prompt: tokens of every root.
+        fan, depth: children of a node, on so many levels.
+        mean: tokens of a child are mean * exp(N(0, 0.6)).
+    """
+    rng = np.random.default_rng(0)
+    lengths: list[int] = []
+    parents: list[int] = []
+
+    def grow(parent: int, length: int, levels: int) -> None:
+        node = len(lengths)
+        lengths.append(length)
+        parents.append(parent)
+        for _ in range(fan if levels else 0):
+            grow(node, max(1, int(mean * np.exp(rng.normal(0, 0.6)))), levels - 1)
+
+    while sum(lengths) < TREE_TOKENS:
+        grow(-1, prompt, depth)
+    lengths[-1] += -sum(lengths) % TILE
+    return TreeCase(name, tuple(lengths), parents=tuple(parents))
+
+
+TREES = {name: drawn_trees(name, *shape) for name, shape in {
+    "prompt1k-8x1k": (1_024, 8, 1, 1_024), "prompt4k-16x512": (4_096, 16, 1, 512),
+    "prompt512-4x3x256": (512, 3, 4, 256), "prompt16k-8x2k": (16_384, 8, 1, 2_048),
+    "prompt1k-1x1k": (1_024, 1, 1, 1_024),
+}.items()}  # fmt: skip

@@ -161,6 +161,31 @@ def test_a_layer_is_compared_with_its_attention_and_its_exchange_alone():
     assert not tables.cp_peers(record.Times(rows)) and "exchange" not in tables.software(rows)
 
 
+def tree_rows(peer, ms, ranks="1", pairs=100, tiles=10, **more):
+    known = {"case": "t", "peer": peer, "ranks": ranks, "transport": "peer" if ranks == "2" else "single",
+             "pairs": str(pairs), "tiles": str(tiles), "total_tokens": str(pairs // 2)}  # fmt: skip
+    times = [known | {"direction": way, "timing": "called", "ms": str(x), "tflops": str(pairs / x)} | more
+             for way, x in zip(record.WAYS, (*ms, sum(ms)), strict=True)]  # fmt: skip
+    return [*times, *(known | {"direction": name, "timing": record.ERRORS, "rms": "2e-3"} for name in tables.RESULTS
+                      if peer == "ours")]  # fmt: skip
+
+
+def test_trees_are_beside_packs_by_pairs_and_tiles_and_as_many_times_as_fast_as_others():
+    rows = [*tree_rows("ours", (1, 4)), *tree_rows("causal", (1, 5), pairs=125, tiles=11),
+            *tree_rows("unrolled", (3, 10), pairs=300, tiles=30), *tree_rows("flex", (2, 12))]  # fmt: skip
+    assert cells(tables.trees(rows), "t") == [[
+        "3.00", "3.00", "100 / 25.0 (2.00)", "125 / 25.0", "0.800 / 1.00", "0.909 / 1.14", "3.00 / 2.50",
+        "2.00 / 3.00"]]  # fmt: skip
+    assert cells(tables.trees([row for row in rows if row["peer"] == "ours"]), "t")[0][2:] == [
+        "100 / 25.0 (2.00)", *["-"] * 5]  # fmt: skip
+
+
+def test_trees_over_two_gpus_have_their_share_of_one_gpus_speed():
+    rows = tree_rows("ours", (2, 3), "2", work="1.020", tflops="18") + tree_rows("one GPU", (4, 4), "2", tflops="20")
+    assert cells(tables.trees(rows), "2 GPUs, peer") == [
+        ["t", "18.0 / 18.0 (2.00)", "18.0", "20.0", "0.90", "1.020"]]  # fmt: skip
+
+
 def test_mixers_have_their_floor_and_how_many_times_as_long_others_take():
     times = {"ours": ("0.25", "0.5"), "mamba_ssm": ("0.75", "2.0")}
     rows = [{"part": "mixer", "ranks": "1", "case": "1x16384", "peer": peer, "direction": way, "timing": "graph",
