@@ -428,16 +428,18 @@ class Flex(TorchPeer):
         import torch._functorch.config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        leaves = [tensor(x).transpose(0, 1)[None].contiguous() for x in inputs]  # (1, heads, rows, width)
-        super().__init__(leaves[:3], leaves[3])
-        begin, end = (torch.from_numpy(x.copy()).to(leaves[0].device)
+        *views, dout = (tensor(x).transpose(0, 1)[None] for x in inputs)  # (1, heads, rows, width)
+        super().__init__(views, dout)
+        self.leaves = [x.detach().contiguous().requires_grad_() for x in views]  # copied on the peer's stream
+        self.dout = dout.contiguous()
+        begin, end = (torch.from_numpy(x.copy()).to(dout.device)
                       for x in (case.plan.key_ranges[:, 0], case.plan.query_ranges[:, 1]))  # fmt: skip
 
         def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
             return (begin[query] <= key) & (key <= query) & (query < end[key])
 
         rows = case.total_tokens
-        self.mask = create_block_mask(sees, None, None, rows, rows, device=leaves[0].device)
+        self.mask = create_block_mask(sees, None, None, rows, rows, device=dout.device)
         torch._dynamo.reset()  # of another case, or it would compile for any number of rows
         torch._functorch.config.donated_buffer = False  # several backward calls follow one forward call
         self.attention = torch.compile(flex_attention, dynamic=False)
