@@ -80,14 +80,8 @@ def poisoned_gpu(cupy, monkeypatch):
     from thdattn.engines import cuda
     from thdattn.engines.cuda import launch
 
-    def poisoned(shape, dtype):
-        array = cupy.empty(shape, dtype)
-        if array.size:
-            array.data.memset_async(0xFF, array.nbytes)
-        return array
-
     for module in (cuda, launch):
-        monkeypatch.setattr(module, "empty", poisoned)
+        monkeypatch.setattr(module, "empty", cases.poisoned_empty(cupy))
 
 
 @pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])

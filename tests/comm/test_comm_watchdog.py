@@ -50,6 +50,12 @@ def watch(timeout=3.0):
     return Watch("rank 1 of 2 on node7", timeout, None)
 
 
+def enqueue(waiting, stream, *names):
+    for name in names:
+        with waiting.enqueued(stream.lane, name):
+            pass
+
+
 def test_host_that_waits_longer_than_the_timeout_is_late(dog):
     array = np.zeros((5, 2), np.float32)
     waiting = watch()
@@ -83,9 +89,7 @@ def test_each_comm_has_its_own_timeout_and_numbers(dog):
 
 def test_clock_of_what_is_enqueued_runs_while_the_stream_is_in_it(dog):
     stream, waiting = Stream(), watch()
-    for name in ("first", "second"):
-        with waiting.enqueued(stream.lane, name):
-            pass
+    enqueue(waiting, stream, "first", "second")
     assert late(dog, 100) is None, "the stream has not come to it"
     stream.advance()
     assert late(dog, 3) is None
@@ -99,9 +103,7 @@ def test_clock_of_what_is_enqueued_runs_while_the_stream_is_in_it(dog):
 
 def test_operations_that_follow_each_other_are_not_one_long_one(dog):
     stream, waiting = Stream(), watch()
-    for _ in range(20):
-        with waiting.enqueued(stream.lane, "all_reduce"):
-            pass
+    enqueue(waiting, stream, *["all_reduce"] * 20)
     stream.advance()
     for _ in range(18):
         assert late(dog, 2) is None
@@ -147,9 +149,7 @@ def test_block_that_ends_with_an_error_is_left(dog):
 def test_numbers_may_pass_the_largest(dog):
     stream, waiting = Stream(), watch()
     stream.lane._count = 2**32 - 2
-    for name in ("last", "first again"):
-        with waiting.enqueued(stream.lane, name):
-            pass
+    enqueue(waiting, stream, "last", "first again")
     stream.advance(3)
     assert late(dog, 4) == ("first again, number 2 of this comm,", 3.5)
 
@@ -198,9 +198,7 @@ def test_operations_on_the_host_are_noted_as_they_begin_and_end(dog, noted):
 
 def test_operations_on_a_gpu_are_noted_as_the_watchdog_finds_them(dog, noted):
     stream, waiting = Stream(), watch()
-    for name in ("first", "second"):
-        with waiting.enqueued(stream.lane, name):
-            pass
+    enqueue(waiting, stream, "first", "second")
     found = []
     for _ in range(4):
         late(dog, 1)

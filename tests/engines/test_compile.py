@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from launch import SOURCE
+from nvrtc import compiler
 
 from thdattn.jit import structs
 from thdattn.kernels.configs import STATIC_BYTES, TILES, BackwardByGradientSm90, BackwardSharedDqSm90, Tiles
@@ -43,14 +44,6 @@ from thdattn.mamba.configs import (
     thd_mixer_fill,
     walk_for,
 )
-
-pytest.importorskip("cupy")
-try:
-    from thdattn.jit import compiler
-
-    compiler.nvrtc.getVersion()
-except Exception as error:
-    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
 
 # Bytes of shared memory that a thread block may ask for.
 ARCHITECTURES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}

@@ -25,12 +25,6 @@ alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other wo
 
 
 @pytest.fixture
-def comm():
-    with thdattn.comm.init("single") as comm:
-        yield comm
-
-
-@pytest.fixture
 def graphs(cupy, comm):
     """Make graphs with one eager run before the capture, on a stream that is current."""
     with cupy.cuda.Stream(non_blocking=True), Graphs(comm, config()) as graphs:

@@ -18,18 +18,6 @@ import thdattn
 from thdattn.graphs import CudaGraphConfig, CudaGraphModule, Graphs, capture
 
 
-@pytest.fixture
-def comm():
-    with thdattn.comm.init("single") as comm:
-        yield comm
-
-
-@pytest.fixture
-def active(monkeypatch, comm):
-    """Make active graphs of a configuration."""
-    return fake_cupy.graphs(monkeypatch, comm)
-
-
 def logged(what):
     return [entry for entry in fake_cupy.log if entry[0] == what]
 

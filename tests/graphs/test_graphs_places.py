@@ -9,15 +9,6 @@ import numpy as np
 import pytest
 from fake_cupy import add
 
-import thdattn
-
-
-@pytest.fixture
-def active(monkeypatch):
-    """Make active graphs of a configuration."""
-    with thdattn.comm.init("single") as comm:
-        yield fake_cupy.graphs(monkeypatch, comm)
-
 
 def test_arguments_are_copied_unless_a_graph_returned_them(active):
     graphs, seen = active(), []

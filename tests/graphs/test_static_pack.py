@@ -17,12 +17,6 @@ from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack, capture
 ROWS = 96
 
 
-@pytest.fixture
-def comm():
-    with thdattn.comm.init("single") as comm:
-        yield comm
-
-
 def attention(comm, num_heads=2, num_kv_heads=1, **options):
     return thdattn.CPAttention(comm, num_heads, 8, num_kv_heads, dtype="float32", engine="reference", **options)
 

@@ -436,6 +436,17 @@ def _sample(
     return {field: x if field == "lse" else stored(x).astype(np.float64) for field, x in result.items()}
 
 
+def poisoned_empty(cupy):
+    """Return a function that allocates on a GPU, where each array starts as bytes all ones: NaN, or -1."""
+    def empty(shape, dtype):
+        array = cupy.empty(shape, dtype)
+        if array.size:
+            array.data.memset_async(0xFF, array.nbytes)
+        return array
+
+    return empty
+
+
 def outline_of(engine, sharding, cp_rank, window, tiles, key_batch=None, keys_of=None, dims=(64, 64)):
     """The plan of one rank, without arrays."""
     return Plan(sharding, cp_rank, window, dims, tiles, NO_ARRAYS, engine, key_batch or sharding.batch, keys_of=keys_of)

@@ -110,8 +110,8 @@ def attention(comm: thdattn.comm.Comm, dims: tuple[int, int] = (128, 128), **opt
 def inputs_of(cupy: Any, layer: thdattn.CPAttention, plan: Any, seed: int = 0) -> list[Any]:
     """q, k, v, dout of this rank, of which rows without a token are NaN."""
     rng, valid = np.random.default_rng([seed, plan.cp_rank]), to_host(plan.valid)
-    shapes = ((HEADS, layer.head_dim), (KV_HEADS, layer.head_dim), (KV_HEADS, layer.v_head_dim),
-              (HEADS, layer.v_head_dim))  # fmt: skip
+    shapes = ((layer.num_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim),
+              (layer.num_kv_heads, layer.v_head_dim), (layer.num_heads, layer.v_head_dim))  # fmt: skip
     made = [rng.standard_normal((plan.local_rows, *shape), np.float32) for shape in shapes]
     for x in made:
         x[~valid] = np.nan

@@ -11,6 +11,7 @@ import cases
 import numpy as np
 import ways
 from cases import BFLOAT16, Case, check, run, to_host
+from delays import inputs_of
 from loopback import SIZE, Loopback, Mirror
 
 import thdattn
@@ -36,17 +37,6 @@ def comm(cupy, monkeypatch):
 def attention(comm, dims=(128, 128), heads=(HEADS, KV_HEADS), **options):
     return thdattn.CPAttention(comm, heads[0], dims[0], heads[1], dims[1], engine="cuda",
                                **{"deterministic": True, **options})  # fmt: skip
-
-
-def inputs_of(cupy, layer, plan, seed):
-    """q, k, v, dout, of which rows without a token are NaN."""
-    rng, valid = np.random.default_rng(seed), to_host(plan.valid)
-    shapes = ((layer.num_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim),
-              (layer.num_kv_heads, layer.v_head_dim), (layer.num_heads, layer.v_head_dim))  # fmt: skip
-    made = [rng.standard_normal((plan.local_rows, *shape), np.float32) for shape in shapes]
-    for x in made:
-        x[~valid] = np.nan
-    return [cupy.asarray(x.astype(layer.dtype)) for x in made]
 
 
 def poison(plan):
@@ -81,7 +71,7 @@ def test_plans_in_turns_give_the_bits_of_one_group(cupy, comm, dims, keep_keys):
     plans = [layer.plan(batch) for batch in batches]
     assert [layer._groups(plan) for plan in plans] == [GROUPS] * 2
     for seed in range(2):
-        inputs = [inputs_of(cupy, layer, plan, [seed, number]) for number, plan in enumerate(plans)]
+        inputs = [inputs_of(cupy, layer, plan, 2 * seed + number) for number, plan in enumerate(plans)]
         saved, grads = [], []
         for plan, one in zip(plans, inputs, strict=True):
             poison(plan)

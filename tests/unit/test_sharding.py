@@ -132,20 +132,15 @@ def test_no_tokens_at_all_is_legal(strategy, cu_seqlens):
 
 @settings(deadline=None)
 @given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
-def test_every_row_of_every_sequence_is_owned_once(lengths, cp_size, strategy, capacity):
+def test_every_row_is_owned_once_in_order_and_unshard_undoes_shard(lengths, cp_size, strategy, capacity):
+    """Fillers come last."""
     batch = batch_with_capacity(lengths, 2 * cp_size, capacity)
     sharding = Sharding(batch, cp_size, strategy)
     rows = np.concatenate([sharding.rows(cp_rank) for cp_rank in range(cp_size)])
-    owned = np.sort(rows[rows >= 0])
-    end = batch.total_rows
-    assert owned.tolist() == list(range(end))
-
-
-@settings(deadline=None)
-@given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
-def test_rows_ascend_and_fillers_come_last(lengths, cp_size, strategy, capacity):
-    batch = batch_with_capacity(lengths, 2 * cp_size, capacity)
-    sharding = Sharding(batch, cp_size, strategy)
+    assert np.sort(rows[rows >= 0]).tolist() == list(range(batch.total_rows))
+    x = np.arange(1, 2 * batch.total_rows + 1, dtype=np.float32).reshape(-1, 2)
+    local_arrays = [sharding.shard(x, cp_rank) for cp_rank in range(cp_size)]
+    np.testing.assert_array_equal(sharding.unshard(local_arrays), x)
     assert sharding.local_rows == -(-batch.total_rows // cp_size)
     for cp_rank in range(cp_size):
         rows = sharding.rows(cp_rank)
@@ -154,16 +149,6 @@ def test_rows_ascend_and_fillers_come_last(lengths, cp_size, strategy, capacity)
         num_owned = int((rows >= 0).sum())
         assert (np.diff(rows[:num_owned]) > 0).all()
         assert (rows[num_owned:] == -1).all()
-
-
-@settings(deadline=None)
-@given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
-def test_unshard_undoes_shard(lengths, cp_size, strategy, capacity):
-    batch = batch_with_capacity(lengths, 2 * cp_size, capacity)
-    sharding = Sharding(batch, cp_size, strategy)
-    x = np.arange(1, 2 * batch.total_rows + 1, dtype=np.float32).reshape(-1, 2)
-    local_arrays = [sharding.shard(x, cp_rank) for cp_rank in range(cp_size)]
-    np.testing.assert_array_equal(sharding.unshard(local_arrays), x)
 
 
 def test_filler_rows_are_zero_after_shard_and_dropped_by_unshard():

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import thdattn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from cases import poisoned_empty
 from mixer_cases import (
     BFLOAT16,
     CASES,
@@ -66,7 +66,10 @@ def run_gpu_cases(comm: thdattn.comm.Comm) -> None:
     import cupy
     from mpi4py import MPI
 
-    poison_allocations(cupy)
+    from thdattn.engines import cuda
+    from thdattn.engines.cuda import launch
+
+    cuda.empty = launch.empty = poisoned_empty(cupy)  # as by the fixture poisoned_gpu
     with cupy.cuda.Stream(non_blocking=True):
         for case in CROSSING_GPUS:
             inputs = random_inputs(case, BFLOAT16)
@@ -84,20 +87,6 @@ def check_as_one_rank(case: Case, made: dict[str, np.ndarray], one: dict[str, np
     for field in ("out", "zxbcdt"):
         verdict = oracle.judge(made[field], getattr(exact, field), one[field].astype(np.float64))
         assert verdict.rms <= verdict.rms_budget, f"{field} of {case}: {verdict}"
-
-
-def poison_allocations(cupy: Any) -> None:
-    """As the fixture poisoned_gpu."""
-    from thdattn.engines import cuda
-    from thdattn.engines.cuda import launch
-
-    def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
-        array = cupy.empty(shape, dtype)
-        if array.size:
-            array.data.memset_async(0xFF, array.nbytes)
-        return array
-
-    cuda.empty = launch.empty = poisoned
 
 
 def fail_on_one_rank(comm: thdattn.comm.Comm) -> None:
