@@ -107,7 +107,9 @@ def test_lines_that_are_no_case_are_refused(line, message, capsys):
 
 def test_a_gpu_compiles_for_few_configurations_and_sees_many_masks():
     drawn = cases(0, 128, "cuda", 2)
-    assert not any(case.parents for case in cases(0, 320, "cuda")), "trees are for the NumPy engine"
+    trees = [case for case in cases(0, 320, "cuda") if case.parents]
+    assert len({case.sharding for case in trees}) == 3
+    assert not any(case.mixer for case in trees), "mixers have no trees on GPUs"
     assert len({(case.dims, case.dtype, case.softcap > 0, case.sinks, case.mixer) for case in drawn}) == 1
     assert len({(case.causal, case.window) for case in drawn}) > 40
     assert {case.ranks for case in drawn} == {2}

@@ -193,8 +193,7 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
         head_groups=_pick(rng, [0, 0, *_divisors(heads[1])]), finite=rng.random() < 0.2, max_logit=rng.random() < 0.5,
         again=rng.random() < 0.3 and (configuration.deterministic or not on_gpu), seed=seed,
     )  # fmt: skip
-    takes_trees = not on_gpu and flow in TREE_FLOWS and lengths
-    return _with_trees(rng, case) if takes_trees and rng.random() < TREES else case
+    return _with_trees(rng, case) if flow in TREE_FLOWS and lengths and rng.random() < TREES else case
 
 
 def draw_lengths(rng: Random, multiple: int, num_seqs: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
