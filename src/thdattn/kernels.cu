@@ -21,6 +21,7 @@
 //   kernels/common.cuh                        element types, ranges of rows, small reductions
 //   kernels/logits.cuh                        logits from scores: scaling, soft-capping, sinks
 //   kernels/trees.cuh                         prefix trees: keys that key ranges have and query ranges hide
+//   kernels/plan_trees.cu                     plans of prefix trees, from those of sequences
 //   kernels/sinks.cu                          the gradient of attention sinks
 //   kernels/cache.cu                          writes keys and values into a KV cache
 //   kernels/peer/exchange.cu                  all-gather and all-to-all over peer memory

@@ -168,7 +168,7 @@ def check_sequences(name: str, batch: PackedBatch, cp_size: int, num_texts: int)
             f"{name} is of {batch.num_seqs} sequences on {cp_size} ranks, wanted {num_texts} on one, the sequences of "
             f"the cache; pack as many, empty ones where there is nothing"
         )
-    if batch.trees is not None:
+    if batch.has_trees:
         raise ValueError(f"{name} is of trees, wanted one path per sequence of the cache; fill it from the paths "
                          f"(PackedBatch.paths)")
 

@@ -57,6 +57,7 @@ class PackedBatch:
         total_rows: rows of the packed buffer.
         on_device: True if the offsets are on a GPU.
         trees: the Trees of a batch that from_trees has made; None: its sequences are no trees.
+        node_table: the nodes of trees whose offsets are on a GPU, as plan/node_table.py makes it; None elsewhere.
 
     Raises:
         TypeError: offsets that are not int32 or no array, or a total_rows that is no int.
@@ -75,6 +76,7 @@ class PackedBatch:
         total_rows: int | None = None,
     ) -> None:
         self.trees: Trees | None = None
+        self.node_table: Any = None
         self.on_device: bool = lies_on_device("cu_seqlens", cu_seqlens)
         beside = None if cu_seqlens_padded is None else lies_on_device("cu_seqlens_padded", cu_seqlens_padded)
         if beside not in (None, self.on_device):
@@ -172,6 +174,11 @@ class PackedBatch:
         return [np.concatenate([pieces[node] for node in path]) for path in self.trees.paths()]
 
     @property
+    def has_trees(self) -> bool:
+        """True if sequences are prefix trees."""
+        return self.trees is not None or self.node_table is not None
+
+    @property
     def num_seqs(self) -> int:
         """Number of sequences, zero-length ones included."""
         return int(self.cu_seqlens.shape[0]) - 1
@@ -200,7 +207,8 @@ class PackedBatch:
         fields = {"total_rows": self.total_rows, "num_seqs": self.num_seqs}
         offsets = {} if self.on_device else {"cu_seqlens": self.cu_seqlens, "cu_seqlens_padded": self.cu_seqlens_padded}
         trees = {} if self.trees is None else {"nodes": self.nodes, "parents": self.parents}
-        return {**fields, **offsets, **trees}
+        table = {} if self.node_table is None else {"node_table": self.node_table.shape}
+        return {**fields, **offsets, **trees, **table}
 
     def offsets(self, num_offsets: int) -> NDArray[np.int32]:
         """Return (2, num_offsets), cu_seqlens and cu_seqlens_padded with empty sequences at the end."""

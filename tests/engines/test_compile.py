@@ -22,6 +22,7 @@ from thdattn.kernels.instances import (
     PLAN_KERNELS,
     REDUCE_KERNELS,
     REORDER_KERNELS,
+    TREE_PLAN_KERNELS,
     Instance,
     Kind,
     instance,
@@ -345,7 +346,7 @@ def test_scans_in_front_of_a_norm_fit_and_do_not_spill(arch, state_dim):
 @EACH_ARCHITECTURE
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
     names = (GATHER_KERNEL, *EXCHANGE_KERNELS.values(), *REORDER_KERNELS.values(), *REDUCE_KERNELS.values(),
-             *PLAN_KERNELS, *CACHE_KERNELS)
+             *PLAN_KERNELS, *TREE_PLAN_KERNELS, *CACHE_KERNELS)
     # There the exchange in words of 4 bytes, as of odd shapes, leaves four of them on the stack.
     compile_all([(name, 0) for name in names], arch, 16 if arch == "sm_120" else 0)
 

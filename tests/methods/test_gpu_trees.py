@@ -43,6 +43,23 @@ def test_arrays_of_a_plan_are_those_of_the_host(cupy, case, cp_size):
             np.testing.assert_array_equal(ends[: len(wanted.query_ranges)], wanted.query_ranges[:, 1])
             groups = np.pad(ends, (0, -len(ends) % 64)).reshape(-1, 64)
             np.testing.assert_array_equal(to_host(made.group_ends), np.stack([groups.min(1), groups.max(1)], axis=1))
+            begins = np.full(len(ends), np.iinfo(np.int32).max)
+            seen = wanted.query_ranges[:, 0] < wanted.query_ranges[:, 1]
+            begins[: len(seen)][seen] = wanted.query_ranges[seen, 0]
+            np.testing.assert_array_equal(to_host(made.group_begins), begins.reshape(-1, 64).min(1))
+
+
+@pytest.mark.parametrize("n", [0, -1, -3, -400])
+@pytest.mark.parametrize("case", [MIXED, TURNS], ids=str)
+def test_shift_follows_the_path_to_the_root(cupy, case, n):
+    """As on the host, whose test compares it with the paths."""
+    def program(comm, engine, xp):
+        plan = case.attention(comm, BFLOAT16, engine=engine).plan(case.batch(comm.size))
+        return to_host(plan.shift(xp.asarray(plan.rows), n, fill=-7, comm=comm))
+
+    for found, wanted in zip(*(thdattn.comm.run_local(2, lambda comm, of=of: program(comm, *of))
+                               for of in (("cuda", cupy), ("reference", np))), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("case", [*TREES, FAN, TURNS, *map(random_case, range(6))], ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 pytest.importorskip("cupy")  # which peer memory loads
@@ -17,7 +19,11 @@ from thdattn.methods import select
 pytestmark = pytest.mark.gpu
 
 HEADS, KV_HEADS, SIZE = 8, 4, 2
-PACKS = {"padding": PackedBatch.from_lengths([700, 31, 900], multiple=4), "full": PackedBatch.from_lengths([512, 1024])}
+PACKS = {
+    "padding": PackedBatch.from_lengths([700, 31, 900], multiple=4),
+    "full": PackedBatch.from_lengths([512, 1024]),
+    "trees": PackedBatch.from_trees([300, 150, 0, 400, 31], [-1, 0, 1, 0, -1], multiple=4),
+}
 SEEN_ELSEWHERE = {  # made by CuPy's own functions, in windows, or of the caller
     "order of tiles", "copies to send", "sums", "windows of keys", "windows of sums", "pulled sums",
     "q", "k", "v",
@@ -58,9 +64,10 @@ def said(memory):
 
 
 def by_cupy(plan, memory, layer):
-    """What is counted with other buffers, but is not made by launch.empty: offsets, and an order of rows."""
+    """What is counted with other buffers, but is not made by launch.empty: offsets, nodes, and an order of rows."""
     order = 4 * plan.local_rows if "q and dout without padding" in memory else 0
-    return plan.arrays.offsets.nbytes + order
+    nodes = plan.arrays.nodes.nbytes if plan.has_trees else 0
+    return plan.arrays.offsets.nbytes + nodes + order
 
 
 def exchange(comm, layer):
@@ -76,7 +83,7 @@ def exchange(comm, layer):
 def test_one_rank_allocates_what_is_said(cupy, monkeypatch, pack, dims, deterministic):
     layer = thdattn.CPAttention(thdattn.comm.init("single"), HEADS, dims[0], KV_HEADS, dims[1], engine="cuda",
                                 deterministic=deterministic)  # fmt: skip
-    batch = PackedBatch(PACKS[pack].cu_seqlens, PACKS[pack].cu_seqlens_padded)  # shares nothing with other tests
+    batch = copy.copy(PACKS[pack])  # shares nothing with other tests
     memory, made = layer.memory(batch), Bytes(monkeypatch)
     plan = layer.plan(batch)
     step(cupy, layer, plan)
@@ -89,7 +96,7 @@ def test_one_rank_allocates_what_is_said(cupy, monkeypatch, pack, dims, determin
 def test_ranks_with_collectives_allocate_what_is_said(cupy, monkeypatch, pack, deterministic, keep_keys):
     layer = thdattn.CPAttention(Mirror(), HEADS, 128, KV_HEADS, engine="cuda", deterministic=deterministic,
                                 keep_keys=keep_keys)  # fmt: skip
-    batch = PackedBatch(PACKS[pack].cu_seqlens, PACKS[pack].cu_seqlens_padded)
+    batch = copy.copy(PACKS[pack])
     memory, made = layer.memory(batch), Bytes(monkeypatch)
     plan = layer.plan(batch)
     step(cupy, layer, plan)
@@ -109,7 +116,7 @@ def test_peer_memory_takes_what_is_said(cupy, monkeypatch, pack, head_groups):
         comm = Loopback(monkeypatch)
         layer = exchange(comm, thdattn.CPAttention(comm, HEADS, 128, KV_HEADS, engine="cuda", keep_keys=False,
                                                    head_groups=head_groups))  # fmt: skip
-        batch = PackedBatch(PACKS[pack].cu_seqlens, PACKS[pack].cu_seqlens_padded)
+        batch = copy.copy(PACKS[pack])
         memory, made = layer.memory(batch), Bytes(monkeypatch)
         plan = layer.plan(batch)
         for _ in range(2):

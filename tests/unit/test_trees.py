@@ -16,6 +16,7 @@ from thdattn import CPAttention, PackedBatch, oracle
 from thdattn.comm import run_local
 from thdattn.costs import predicted
 from thdattn.plan.mask import visible_pairs
+from thdattn.plan.node_table import node_table
 from thdattn.plan.ranges import host_arrays
 
 EVERY = pytest.mark.parametrize("case", [*TREES, *map(random_case, range(12))], ids=str)
@@ -184,6 +185,27 @@ def test_shift_follows_the_path_to_the_root(case, n):
     for index, row in enumerate(tokens):
         path = tokens[seen[index]]
         assert found[row] == (path[n - 1] if len(path) > -n else -7)
+
+
+@EVERY
+@pytest.mark.parametrize("spare", [None, 3])
+def test_the_table_of_nodes_says_what_is_above_and_below_each_token(case, spare):
+    batch, seen = case.batch(2), sees(case.lengths, case.parents)
+    num_columns = spare and np.count_nonzero(case.lengths) + spare
+    table, rows = node_table(batch, num_columns), token_rows(batch)
+    assert table.dtype == np.int32 and table.shape == (5, num_columns or np.count_nonzero(case.lengths) + 1)
+    begins = batch.cu_seqlens_padded
+    for index, row in enumerate(rows):
+        tree = np.searchsorted(begins, row, side="right") - 1
+        node = np.searchsorted(table[0], row, side="right") - 1
+        first, behind, end, skipped, above = table[:, node]
+        path = rows[seen[index]]
+        assert first <= row < behind and end == rows[seen[:, index]][-1] + 1
+        assert row - begins[tree] + skipped == len(path) - 1
+        ancestors = path[path < first]
+        assert above == (np.searchsorted(table[0], ancestors[-1], side="right") - 1 if len(ancestors) else -1)
+    outside = np.arange(begins[-1], batch.total_rows)
+    assert (np.searchsorted(table[0], outside, side="right") == table.shape[1]).all() and not table[1:4, -1].any()
 
 
 def test_shift_to_later_tokens_is_refused_on_all_ranks():

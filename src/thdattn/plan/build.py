@@ -50,7 +50,7 @@ def check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) ->
 
 def refused_trees(plan: Plan) -> str:
     """Return why a plan's attention cannot have the prefix trees of its batch, and the remedy; "" if it can."""
-    if plan.batch.trees is None and plan.key_batch.trees is None:
+    if not (plan.batch.has_trees or plan.key_batch.has_trees):
         return ""
     if plan.key_batch is not plan.batch:
         return ("key_batch was passed and one of the batches has trees, wanted PackedBatch.from_trees for "

@@ -62,8 +62,8 @@ class PlanArrays:
         offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of keys with lengths of
             their own, as kernels read them; None for NumPy arrays.
         stream: CUDA stream on which the arrays were made; None for NumPy arrays.
-        query_ends, group_ends, group_begins: as in struct Trees of kernels/trees.cuh; None without prefix trees, and
-            for NumPy arrays.
+        nodes: (5, columns), the node_table of prefix trees; None without them, and for NumPy arrays.
+        query_ends, group_ends, group_begins: as in struct Trees of kernels/trees.cuh; None as `nodes`.
     """
 
     rows: Any
@@ -82,6 +82,7 @@ class PlanArrays:
     lengths: Any = None
     offsets: Any = None
     stream: Any = None
+    nodes: Any = None
     query_ends: Any = None
     group_ends: Any = None
     group_begins: Any = None
@@ -168,7 +169,7 @@ class Plan:
     @property
     def has_trees(self) -> bool:
         """True if sequences are prefix trees: a pair then counts only if key_ranges and query_ranges both have it."""
-        return self.batch.trees is not None
+        return self.batch.has_trees
 
     @property
     def cp_size(self) -> int:

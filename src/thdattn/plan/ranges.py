@@ -106,40 +106,42 @@ def _covered(ranges: NDArray[np.int32], num_rows: int) -> NDArray[np.bool_]:
 class _Located:
     """Rows of one side, queries or keys, with their places; int32 each, 0 outside all sequences.
 
-    begin, length: first row and length of a row's sequence, which in trees ends with the row's subtree.
+    begin, length: first row and length of a row's sequence.
     position: place of a row in its sequence.
-    other_begin, other_length: first row and length of that sequence on the other side.
+    end: length of the sequence as the row sees it: in trees it ends with the row's subtree.
+    other_begin, other_end: first row and end of that sequence on the other side.
     path_position: position of a row in its sequence, in trees from the root.
     """
 
     begin: NDArray[np.int32]
     length: NDArray[np.int32]
     position: NDArray[np.int32]
+    end: NDArray[np.int32]
     other_begin: NDArray[np.int32]
-    other_length: NDArray[np.int32]
+    other_end: NDArray[np.int32]
     path_position: NDArray[np.int32]
 
 
 def _locate(rows: NDArray[np.int32], batch: PackedBatch, other: PackedBatch) -> _Located:
     if batch.num_seqs == 0:
-        return _Located(*np.zeros((6, len(rows)), np.int32))
+        return _Located(*np.zeros((7, len(rows)), np.int32))
     starts = batch.cu_seqlens_padded
     inside = (rows >= 0) & (rows < starts[-1])
     seq = np.searchsorted(starts[1:], np.where(inside, rows, 0), side="right")
     seq = np.minimum(seq, batch.num_seqs - 1)
     place = np.where(inside, rows - starts[seq], 0)
-    length = ends_in_sight(batch, seq, place)
-    other_length = length if other is batch else other.lengths[seq]
-    found = (starts[seq], length, place, other.cu_seqlens_padded[seq], other_length,
+    end = ends_in_sight(batch, seq, place)
+    other_end = end if other is batch else other.lengths[seq]
+    found = (starts[seq], batch.lengths[seq], place, end, other.cu_seqlens_padded[seq], other_end,
              positions_in_paths(batch, seq, place))
     return _Located(*(np.where(inside, x, np.int32(0)) for x in found))
 
 
 def _rows_in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]:
     """Return [begin, end), the rows of the other side that each row sees; (0, 0) for none and for padding."""
-    first, last = in_sight(rows.position, rows.length, rows.other_length, window)
+    first, last = in_sight(rows.position, rows.end, rows.other_end, window)
     ranges: NDArray[np.int32] = np.stack([rows.other_begin + first, rows.other_begin + last], axis=1)
-    ranges[(rows.position >= rows.length) | (first >= last)] = 0
+    ranges[(rows.position >= rows.end) | (first >= last)] = 0
     return ranges
 
 

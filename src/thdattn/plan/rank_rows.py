@@ -11,8 +11,7 @@ import numpy as np
 
 from thdattn.arguments import INT32_MAX, as_count, found
 from thdattn.comm import Comm
-from thdattn.packing import PackedBatch
-from thdattn.trees import Trees
+from thdattn.plan.node_table import node_table, rows_before
 
 if TYPE_CHECKING:
     from thdattn.plan.plan import Plan
@@ -45,7 +44,7 @@ def shift(plan: Plan, x: Any, n: int, fill: Any, comm: Comm | None) -> Any:
     try:
         x = _checked(plan, x, plan.local_rows, "pass this rank's rows, in the order of plan.rows")
         n = as_count("n", n, "pass how many tokens later", at_least=-INT32_MAX)
-        if n > 0 and plan.batch.trees is not None:
+        if n > 0 and plan.has_trees:
             raise ValueError(
                 f"n is {n}, but batch has trees: wanted n <= 0, as a token at a fork has several next ones; pass n=-1 "
                 f"for the value one token earlier on the path, and compare that with the labels"
@@ -70,8 +69,10 @@ def _source_rows(plan: Plan, n: int) -> Any:
     The host reads no length, so that lengths may be on a GPU.
     """
     arrays, batch = plan.arrays, plan.batch
-    if batch.trees is not None:
-        return rows_before(batch, batch.trees, np.where(arrays.valid, arrays.rows, batch.total_rows), -n)
+    if plan.has_trees:
+        table = node_table(batch) if arrays.nodes is None else arrays.nodes
+        rows = np.where(arrays.valid, arrays.rows, batch.total_rows)
+        return rows_before(table, rows, -n, batch.total_rows)
     host = batch.cu_seqlens, batch.cu_seqlens_padded
     cu_seqlens, begins = host if arrays.offsets is None else arrays.offsets[0]
     # The index of the sequence after a row's own; arbitrary for rows outside all sequences, which are not valid.
@@ -80,19 +81,6 @@ def _source_rows(plan: Plan, n: int) -> Any:
     position = arrays.positions.astype(np.int64) + n
     inside = arrays.valid & (position >= 0) & (position < length)
     return np.where(inside, arrays.rows + n, batch.total_rows)
-
-
-def rows_before(batch: PackedBatch, trees: Trees, rows: Any, distance: int) -> Any:
-    """Return the row that comes `distance` tokens before each row on its path; total_rows where there is none."""
-    none = batch.total_rows
-    padding = (batch.cu_seqlens_padded - batch.cu_seqlens)[trees.tree]
-    previous = np.arange(-1, none - 1)
-    firsts, some = trees.nodes[:-1] + padding, trees.lengths > 0
-    previous[firsts[some]] = np.where(trees.before < 0, none, trees.before + padding)[some]
-    previous = np.append(previous, none)
-    for _ in range(min(distance, int(trees.depths.max(initial=0) + trees.lengths.max(initial=0)))):
-        rows = previous[rows]
-    return rows
 
 
 def _packed(plan: Plan, x: Any, comm: Comm | None) -> Any:

@@ -14,13 +14,15 @@ import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.engines.cuda import launch, trees
+from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
-from thdattn.kernels.instances import PLAN_KERNELS
+from thdattn.kernels.configs import BEHIND_KEYS, TREE_GROUP
+from thdattn.kernels.instances import PLAN_KERNELS, TREE_PLAN_KERNELS
 from thdattn.packing import PackedBatch
 from thdattn.plan.generations import renew
 from thdattn.plan.key_transfers import KeySide, Pieces, all_rows, needed_rows
+from thdattn.plan.node_table import node_table
 from thdattn.plan.plan import Plan, PlanArrays
 from thdattn.plan.workspace import INT32, Buffer
 from thdattn.sharding import Sharding
@@ -28,6 +30,7 @@ from thdattn.sharding import Sharding
 NAN_BLOCKS = 64  # of 256 threads, which end at once if the lengths are right
 _ORDER_INTS = 5  # ints of a tile: its places in two orders, and three for its cost
 _CHECK, _ROWS, _RUNS, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _PAIRS, _NAN_IF_INVALID = PLAN_KERNELS
+_TREE_POSITIONS, _TREE_RANGES, _TREE_ENDS = TREE_PLAN_KERNELS
 
 
 def plan_arrays(plan: Plan, lengths: DeviceLengths | None = None) -> PlanArrays:
@@ -67,10 +70,19 @@ def plan_buffers(plan: Plan) -> dict[str, Buffer]:
         "order": (order,), "positions": (plan.local_rows,),
         "key_side": (sum(plan.key_side_sizes),),
         "key_ranges": (plan.local_rows, 2), "query_ranges": (plan.key_rows, 2),
-        "query_tiles": (_ORDER_INTS * query_tiles,), "key_tiles": (_ORDER_INTS * key_tiles,),
+        "query_tiles": (_ORDER_INTS * query_tiles,), "key_tiles": (_ORDER_INTS * key_tiles,), **_tree_shapes(plan),
     }
     return {"valid": Buffer("plan", (plan.local_rows,), np.dtype(bool)),
             **{field: Buffer("plan", shape, INT32, field) for field, shape in shapes.items()}}
+
+
+def _tree_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the arrays of prefix trees by name; see PlanArrays. None without trees."""
+    if not plan.has_trees:
+        return {}
+    groups = -(-plan.key_rows // TREE_GROUP) + BEHIND_KEYS // TREE_GROUP
+    nodes = {} if plan.batch.on_device else {"nodes": node_table(plan.batch).shape}
+    return {**nodes, "query_ends": (groups * TREE_GROUP,), "group_ends": (groups, 2), "group_begins": (groups,)}
 
 
 # The last plans of a batch by rank, and by rank and mask: weak references to arrays that are never written again.
@@ -90,10 +102,7 @@ def _cached(plan: Plan) -> PlanArrays:
     same: PlanArrays | None = planned.get(mask, _gone)()
     if same is None:
         other = planned.get(rank, _gone)()
-        if plan.has_trees:
-            same = trees.plan_arrays(plan)
-        else:
-            same = _arrays(plan, _Rows.of(other) if other else _rows(plan, _uploaded(plan.batch)))
+        same = _arrays(plan, _Rows.of(other) if other else _rows(plan, _uploaded(plan.batch)))
         planned[rank] = planned[mask] = weakref.ref(same)
     return same
 
@@ -284,6 +293,7 @@ class _Rows(NamedTuple):
     positions: Array
     valid: Array
     all_rows: Array
+    nodes: Array | None
 
     @classmethod
     def of(cls, plan: PlanArrays) -> _Rows:
@@ -304,7 +314,13 @@ def _rows(plan: Plan, offsets: Array, lengths: DeviceLengths | None = None) -> _
     sizes = map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, local_rows, sharding.multiple > 1,
                            num_rows, order.size))  # fmt: skip
     _make(lengths, _ROWS, (_blocks(order.size),), (order, positions, valid, offsets[0], wrong, *by_runs, *sizes))
-    return _Rows(offsets, order[cp_rank * local_rows :][:local_rows], positions, valid, order)
+    rows, nodes = order[cp_rank * local_rows :][:local_rows], plan.batch.node_table
+    if plan.batch.trees is not None:
+        nodes = cupy.asarray(node_table(plan.batch))
+    if nodes is not None:
+        _make(lengths, _TREE_POSITIONS, (_blocks(local_rows),), (
+            positions, rows, nodes, *map(np.int32, (nodes.shape[1], local_rows))))
+    return _Rows(offsets, rows, positions, valid, order, nodes)
 
 
 def _table(pieces: Pieces) -> tuple[Array, np.int32]:
@@ -342,6 +358,7 @@ def _arrays(plan: Plan, rows: _Rows, lengths: DeviceLengths | None = None) -> Pl
     wrong = launch.NONE if lengths is None else lengths.wrong
     _make(lengths, _RANGES, (_blocks(max(sides)), 2), (
         *ranges, *there, wrong, *map(np.int32, (num_seqs, *sides, *plan.window))))
+    of_trees = _tree_arrays(plan, rows.nodes, ranges, there[:2], lengths)
 
     made = [launch.new(declared[field]) for field in ("query_tiles", "key_tiles")]
     grid = _blocks(32 * max(num_tiles)), 2
@@ -352,7 +369,27 @@ def _arrays(plan: Plan, rows: _Rows, lengths: DeviceLengths | None = None) -> Pl
     in_order = rows.all_rows[: plan.cp_size * plan.local_rows]  # without the rows that only keys have
     return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
                       key_tiles=key_tiles, all_rows=in_order, lengths=lengths, offsets=rows.offsets,
-                      stream=cupy.cuda.get_current_stream(), **side)
+                      stream=cupy.cuda.get_current_stream(), nodes=rows.nodes, **of_trees, **side)
+
+
+def _tree_arrays(
+    plan: Plan, nodes: Array | None, ranges: list[Array], rows: tuple[Array, Array], lengths: DeviceLengths | None
+) -> dict[str, Array]:
+    """Limit key_ranges and query_ranges to what trees show, and return the arrays of struct Trees by name.
+
+    Args:
+        rows: of queries and of keys, as kernels take them.
+    """
+    if nodes is None:
+        return {}
+    declared, sides = plan_buffers(plan), (plan.local_rows, plan.key_rows)
+    made = {field: launch.new(declared[field]) for field in ("query_ends", "group_ends", "group_begins")}
+    num_groups = len(made["group_begins"])
+    _make(lengths, _TREE_RANGES, (_blocks(max(sides)), 2), (
+        *ranges, *rows, nodes, *map(np.int32, (nodes.shape[1], *sides))))
+    _make(lengths, _TREE_ENDS, (_blocks(32 * num_groups),), (
+        *made.values(), ranges[1], *map(np.int32, (plan.key_rows, num_groups))))
+    return made
 
 
 def parts_of(tiles: Array, second: NDArray[np.bool_]) -> list[Array]:

@@ -26,8 +26,8 @@ from thdattn.mamba.reference.ssd import (
     valid_rows,
 )  # fmt: skip
 from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
+from thdattn.plan.node_table import node_table, rows_before
 from thdattn.plan.plan import Plan
-from thdattn.plan.rank_rows import rows_before
 from thdattn.plan.workspace import Buffer
 from thdattn.spans import on_host
 
@@ -183,7 +183,7 @@ def _taps(inputs: Inputs) -> Iterator[tuple[int, Array, slice | Array, Array]]:
         distance, place = shape.reach - tap, slice(tap, tap + len(rows))
         there = first <= rows - distance
         if plan.batch.trees is not None:
-            before = rows_before(plan.batch, plan.batch.trees, rows[:, 0], distance)
+            before = rows_before(node_table(plan.batch), rows[:, 0], distance, len(rows))
             there = (before < len(rows))[:, None]
             place = shape.reach + np.minimum(before, len(rows) - 1)
         yield tap, there, place, np.where(there, extended[place], 0)
