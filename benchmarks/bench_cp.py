@@ -19,7 +19,7 @@ Two GPUs are two machines, connected by sockets, if each rank has names of its o
 
     export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo
     mpiexec -n 2 sh -c 'N=host${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; THDATTN_HOST=$N NCCL_HOSTID=$N python -m mpi4py \\
-        benchmarks/bench_cp.py --cases 1x16384-h512 --head-groups 8 --exchange'
+        benchmarks/bench_cp.py --cases 1x16384-full-h512 --head-groups 8 --exchange'
 """
 
 from __future__ import annotations

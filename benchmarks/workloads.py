@@ -254,7 +254,7 @@ def cp_cases(cp_size: int) -> dict[str, Case]:
         replace(CASES["bucket32k"], name="bucket32k-mha16"),
         Case("64x1024", (1_024,) * 64),
         # Computed about as long as sent by sockets of one machine, 0.4 GB/s.
-        Case("1x16384-h512", (16_384,), 512, 8, causal=False),
+        Case("1x16384-full-h512", (16_384,), 512, 8, causal=False),
     )
     return {case.name: case for case in cases}
 

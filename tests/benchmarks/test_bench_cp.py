@@ -37,7 +37,7 @@ def bench_cp():
 def test_packs_are_those_that_others_were_measured_with():
     cases = cp_cases(2)
     assert cases["bucket32k"].lengths == (24_576, 28_672, 30_720, 32_768)
-    assert cases.pop("1x16384-h512").total_tokens == 16_384  # for sockets
+    assert cases.pop("1x16384-full-h512").total_tokens == 16_384  # for sockets
     assert {(case.heads, case.kv_heads) for case in cases.values()} == {(32, 8), (64, 8), (16, 16)}
     assert cases["bucket32k-mha16"].lengths == cases["bucket32k"].lengths and cases["64x1024"].kv_heads == 16
     lengths = cases["lognormal128k"].lengths
