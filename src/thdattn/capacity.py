@@ -6,26 +6,98 @@ in pieces. Tables in GPU memory hold these pieces at fixed addresses, and each r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 Window = tuple[int, int]
+Flags = tuple[NDArray[np.bool_], NDArray[np.bool_]]  # of tiles of queries, and of tiles of keys
 
 _PIECES_OF_A_RUN = 12  # at most, in the five arrays of a KeySide together, and one of -1 before each array
 
 
 class BalancedCapacity(NamedTuple):
-    """Fixed sizes of what ranks exchange under the sharding "balanced".
+    """Fixed sizes of what ranks exchange under the sharding "balanced", and of what they compute meanwhile.
+
+    Tiles of rows are those of the kernels, so the last two count rows in whole tiles.
 
     Attributes:
         message_rows: most key rows that one rank sends to another.
         key_rows: most rows of a rank's key buffer, which has the rows that its queries see.
+        early_queries: fewest rows of a rank's queries that see no row of another rank. The forward computes so many
+            while keys arrive.
+        early_keys: most rows of a rank's keys in tiles with a row of another rank; None: all. The backward computes so
+            many before it sends gradients back, and the others meanwhile.
     """
 
     message_rows: int
     key_rows: int
+    early_queries: int = 0
+    early_keys: int | None = None
+
+    def first_tiles(self, tiles: tuple[int, int]) -> tuple[int, int]:
+        """Return how many tiles of queries come before rows arrive, and of keys before gradients are sent back.
+
+        Args:
+            tiles: rows per tile of queries and of keys.
+        """
+        early_keys = self.key_rows if self.early_keys is None else min(self.early_keys, self.key_rows)
+        return self.early_queries // tiles[0], -(-early_keys // tiles[1])
+
+    def excess_tiles(self, foreign: Flags, tiles: tuple[int, int]) -> str:
+        """Describe by how much a rank's tiles exceed the capacity; return "" if they fit; see foreign_tiles."""
+        queries, keys = self.first_tiles(tiles)
+        if (found := int((~foreign[0]).sum())) < queries:
+            return (f"{found * tiles[0]} rows of queries that need no other rank, wanted at least early_queries = "
+                    f"{self.early_queries}")
+        if (found := int(foreign[1].sum())) > keys:
+            return (f"{found * tiles[1]} rows of keys in tiles of other ranks, wanted at most early_keys = "
+                    f"{self.early_keys}")
+        return ""
+
+    def first_of(self, foreign: Flags, tiles: tuple[int, int]) -> Flags:
+        """Return which tiles come first, of a layout that fits: always as many."""
+        near, (queries, keys) = ~foreign[0], self.first_tiles(tiles)
+        others = np.cumsum(~foreign[1]) <= keys - foreign[1].sum()
+        return near & (np.cumsum(near) <= queries), foreign[1] | others
+
+
+class Mask(NamedTuple):
+    """Mask of attentions that can share a plan: a window, and rows per tile of queries and of keys."""
+
+    window: Window
+    tiles: tuple[int, int]
+
+
+class LayoutSizes(NamedTuple):
+    """Sizes of the tables of a rank.
+
+    Attributes:
+        capacity: sizes that a layout must fit.
+        local_rows: rows that every rank stores.
+        max_runs: most runs of rows of a layout, of owners and of key buffers of all ranks together.
+        masks: masks, each once.
+    """
+
+    capacity: BalancedCapacity
+    local_rows: int
+    max_runs: int
+    masks: tuple[Mask, ...]
+
+    @property
+    def num_words(self) -> int:
+        """Size of all tables, int32 words."""
+        return 2 * self.num_pieces(1) + sum(2 * self.num_pieces(5) + sum(self.num_tiles(mask)) for mask in self.masks)
+
+    def num_pieces(self, num_arrays: int) -> int:
+        """Return a bound for the pieces of so many arrays of a layout together."""
+        return num_arrays + _PIECES_OF_A_RUN * self.max_runs
+
+    def num_tiles(self, mask: Mask) -> tuple[int, int]:
+        """Return the number of tiles of queries and of keys."""
+        rows = self.local_rows, self.capacity.key_rows
+        return -(-rows[0] // mask.tiles[0]), -(-rows[1] // mask.tiles[1])
 
 
 class LayoutTables(NamedTuple):
@@ -33,34 +105,29 @@ class LayoutTables(NamedTuple):
 
     Attributes:
         words: (num_words,) int32, in which `pack` of a layout writes; in GPU memory.
-        capacity: sizes that a layout must fit.
-        max_runs: most runs of rows of a layout, of owners and of key buffers of all ranks together.
-        windows: windows of the masks, each once.
+        sizes: where each table is.
     """
 
     words: Any
-    capacity: BalancedCapacity
-    max_runs: int
-    windows: tuple[Window, ...]
-
-    @staticmethod
-    def num_words(max_runs: int, windows: Sequence[Window]) -> int:
-        """Return the size of `words`."""
-        return 2 * (most_pieces(1, max_runs) + len(windows) * most_pieces(5, max_runs))
+    sizes: LayoutSizes
 
     @property
     def rows(self) -> tuple[Any, np.int32]:
         """Pieces of all ranks' rows, as kernels read them: an array, and the number of its pieces."""
-        count = most_pieces(1, self.max_runs)
+        count = self.sizes.num_pieces(1)
         return self.words[: 2 * count], np.int32(count)
 
-    def key_side(self, window: Window) -> tuple[Any, np.int32]:
+    def key_side(self, mask: Mask) -> tuple[Any, np.int32]:
         """Return the pieces of this rank's KeySide for a mask, one array after another, as `rows`."""
-        count = most_pieces(5, self.max_runs)
-        first = 2 * (most_pieces(1, self.max_runs) + self.windows.index(window) * count)
+        first, count = self._first(mask), self.sizes.num_pieces(5)
         return self.words[first : first + 2 * count], np.int32(count)
 
+    def second_tiles(self, mask: Mask) -> tuple[Any, Any]:
+        """Return 1 for tiles of queries, and for tiles of keys, that do not come first; see Plan.first_tiles."""
+        first, (queries, keys) = self._first(mask) + 2 * self.sizes.num_pieces(5), self.sizes.num_tiles(mask)
+        return self.words[first : first + queries], self.words[first + queries : first + queries + keys]
 
-def most_pieces(num_arrays: int, max_runs: int) -> int:
-    """Return a bound for the pieces of so many arrays of a layout together."""
-    return num_arrays + _PIECES_OF_A_RUN * max_runs
+    def _first(self, mask: Mask) -> int:
+        """Return the first word of a mask's tables, which follow those of the masks before."""
+        before = self.sizes.masks[: self.sizes.masks.index(mask)]
+        return self.sizes._replace(masks=before).num_words

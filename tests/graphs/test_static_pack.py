@@ -141,11 +141,13 @@ def test_a_layout_beyond_its_capacity_does_not_fit_on_any_rank():
 
     def program(comm):
         graphs = Graphs(comm, CudaGraphConfig())
-        with pytest.raises(ValueError, match="message_rows is 0, wanted >= 1"):
-            StaticPack(graphs, [attention(comm)], ROWS, BalancedCapacity(0, ROWS))
+        for wrong, message in ((BalancedCapacity(-1, ROWS), "message_rows is -1, wanted >= 0"),
+                               (BalancedCapacity(8, ROWS, early_keys=-1), "early_keys is -1, wanted >= 0")):
+            with pytest.raises(ValueError, match=message):
+                StaticPack(graphs, [attention(comm)], ROWS, wrong)
         least, most = (StaticPack(graphs, [attention(comm)], ROWS, sharding)
                        for sharding in (BalancedCapacity(8, ROWS), "balanced"))
-        assert most.balanced == (ROWS // 2, ROWS)
+        assert most.balanced == (ROWS // 2, ROWS, 0, None)
         assert least.fits([alone]) and not least.fits([split])
         assert most.fits([alone]) and most.fits([split]) and graphs.num_overflows == 1
         with pytest.raises(ValueError, match=r"batch 0 has .* message_rows = 8, the room of the static pack; ask fits"):

@@ -17,6 +17,7 @@ from ways import Way, run_way
 
 import thdattn
 from thdattn import PackedBatch, Sharding
+from thdattn.capacity import Mask
 from thdattn.comm.local import LocalComm
 from thdattn.engines import (
     NEW_ARRAYS,
@@ -29,6 +30,7 @@ from thdattn.engines import (
 )
 from thdattn.kernels.configs import TILES
 from thdattn.methods import group_cast
+from thdattn.plan.layout_tables import needed_capacity
 
 FLOAT64 = np.dtype("float64")
 ONE = Way("all_gather", "balanced", 2)
@@ -93,7 +95,7 @@ def test_rows_that_come_late_are_in_the_results(monkeypatch, small_tiles, name, 
     check(case, FLOAT64, run_way(case, way, FLOAT64, engine="reference", keep_keys=keep))
 
 
-def attended(monkeypatch, case):
+def attended(monkeypatch, case, capacity=None):
     """Of each of two ranks, how many rows it attends to, and None where it begins to place what came."""
     events, attn_fwd, place_rows = defaultdict(list), reference.attn_fwd, reference.place_rows
 
@@ -112,8 +114,8 @@ def attended(monkeypatch, case):
     monkeypatch.setattr(reference, "place_rows", placed)
 
     def program(comm):
-        layer = case.attention(comm, FLOAT64, engine="reference")
-        plan = layer.plan(case.batch(2), "balanced")
+        layer, batch = case.attention(comm, FLOAT64, engine="reference"), case.batch(2)
+        plan = layer.plan(batch, Sharding(batch, 2, "balanced", capacity=capacity))
         q, k, v = (np.ones((plan.local_rows, 1, 8)) for _ in range(3))
         layer.forward(q, k, v, plan)
         return events[threading.get_ident()], plan
@@ -130,6 +132,19 @@ def test_tiles_that_need_no_other_rank_come_first(monkeypatch, small_tiles):
         assert events == [plan.local_rows - foreign, None, foreign]
         some += 0 < foreign < plan.local_rows
     assert some, "a rank has both"
+
+
+@pytest.mark.parametrize("less", [0, 8, 10**6])
+def test_within_a_capacity_a_fixed_number_of_them_comes_first(monkeypatch, small_tiles, less):
+    hide_all(monkeypatch)
+    case = Case("documents", (300, 92, 4, 60, 60, 28), heads=(1, 1), dims=(8, 8))
+    batch = case.batch(2)
+    least = needed_capacity(Sharding(batch, 2, "balanced"), [Mask((-1, 0), (8, 4))])
+    assert least.early_queries > 8
+    capacity = least._replace(early_queries=max(0, least.early_queries - less))
+    for events, plan in attended(monkeypatch, case, capacity):
+        first, rest = capacity.early_queries, plan.local_rows - capacity.early_queries
+        assert events == ([first, None, rest] if first else [None, plan.local_rows])
 
 
 @pytest.mark.parametrize(("overlaps", "more"), [(True, 0), (True, 1), (False, 0)])
@@ -209,12 +224,12 @@ ON_GPU = (
 @gpu_only
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 1000, 5000])
 def test_two_parts_of_tiles_keep_their_orders(cupy, count):
-    from thdattn.engines.cuda.plan import parts_of
+    from thdattn.engines.cuda.plan import split_tiles
 
     rng = np.random.default_rng(count)
     orders = np.stack([rng.permutation(count) for _ in range(2)]).astype(np.int32)
     for second in (rng.random(count) < 0.4, np.zeros(count, bool), np.ones(count, bool)):
-        parts = parts_of(cupy.asarray(orders), second)
+        parts = split_tiles(cupy.asarray(orders), cupy.asarray(second.astype(np.int32)), int((~second).sum()))
         for part, flag in zip(parts, (False, True), strict=True):
             wanted = [order[second[order] == flag].tolist() for order in orders]
             assert part.get().tolist() == wanted

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from thdattn.arguments import as_count, check_kind
 from thdattn.attention import CPAttention
 from thdattn.balance import once
-from thdattn.capacity import BalancedCapacity, LayoutTables
+from thdattn.capacity import BalancedCapacity, LayoutSizes, LayoutTables, Mask
 from thdattn.graphs.capture import Graphs
 from thdattn.graphs.upload import Upload
 from thdattn.mamba.mixer import Mamba2Mixer
@@ -79,8 +79,10 @@ class StaticPack:
             check_method(attention, self._strategy, config.impl)
         rows = self._shardings[0].local_rows
         self.balanced = _capacity(sharding, self._shardings[0])
-        self._windows = tuple({x.window: None for x in attentions if isinstance(x, CPAttention)})  # each once
-        self._max_runs = RUNS_OF_A_SEQUENCE * self.max_seqs + RUNS_OF_A_RANK * self._shardings[0].cp_size
+        if self.balanced is not None:
+            max_runs = RUNS_OF_A_SEQUENCE * self.max_seqs + RUNS_OF_A_RANK * self._shardings[0].cp_size
+            masks = {Mask(x.window, x._tiles): None for x in attentions if isinstance(x, CPAttention)}  # each once
+            self._sizes = LayoutSizes(self.balanced, rows, max_runs, tuple(masks))
         if config.max_tokens_per_rank is not None and rows > config.max_tokens_per_rank:
             raise ValueError(
                 f"num_rows is {num_rows}, {rows} per rank, wanted at most max_tokens_per_rank = "
@@ -96,7 +98,7 @@ class StaticPack:
                 raise ValueError(f"attentions holds one of engine {attention.engine!r}, wanted 'cuda' as graphs are "
                                  f"active; make Graphs with the engine of the attentions")
         offsets, tables = 2 * self._slots, None
-        words = offsets + (LayoutTables.num_words(self._max_runs, self._windows) if self.balanced else 0)
+        words = offsets + (self._sizes.num_words if self.balanced else 0)
         self._upload = Upload(self.num_batches * words, on_gpu=True)
         self._loaded = self._upload.words.reshape(self.num_batches, words)
         self._planned = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
@@ -104,7 +106,7 @@ class StaticPack:
         if self.balanced is None:
             sharding = self._attentions[0].sharding(batch, self._strategy)
         else:
-            tables = LayoutTables(self._planned[offsets:], self.balanced, self._max_runs, self._windows)
+            tables = LayoutTables(self._planned[offsets:], self._sizes)
             size = self._shardings[0].cp_size
             sharding = Sharding(batch, size, "balanced", capacity=self.balanced, tables=tables)
         self._plans = tuple(
@@ -137,10 +139,8 @@ class StaticPack:
                                       ("rows", batch.total_rows, self.num_rows)):  # fmt: skip
                 if found > room:
                     return f"batch {number} has {found} {what}, wanted at most {room}, the room of the static pack"
-            if self.balanced is not None:
-                over = layout_tables.excess(self.sharding(batch), self._windows, self.balanced, self._max_runs)
-                if over:
-                    return f"batch {number} has {over}, the room of the static pack"
+            if self.balanced is not None and (over := layout_tables.excess(self.sharding(batch), self._sizes)):
+                return f"batch {number} has {over}, the room of the static pack"
         return ""
 
     def load(self, batches: Sequence[PackedBatch]) -> None:
@@ -172,8 +172,7 @@ class StaticPack:
         """Return the words of a layout's tables; none where the lengths alone determine the layout."""
         if self.balanced is None:
             return []
-        rank = self._attentions[0].comm.rank
-        return layout_tables.pack(sharding, rank, self._windows, self.balanced, self._max_runs)
+        return layout_tables.pack(sharding, self._attentions[0].comm.rank, self._sizes)
 
     def plans(self, number: int = 0) -> tuple[Plan, ...]:
         """Return the plans of the loaded batch of this number, one per attention. They replace those of the batch
@@ -220,8 +219,9 @@ def _capacity(sharding: str | BalancedCapacity | None, empty: Sharding) -> Balan
     if not empty.by_runs:
         return None
     if isinstance(sharding, BalancedCapacity):
-        remedy = "pass the most rows of a layout"
-        return BalancedCapacity(*(as_count(name, size, remedy) for name, size in sharding._asdict().items()))
+        least = {"message_rows": 0, "key_rows": 1, "early_queries": 0, "early_keys": 0}
+        return BalancedCapacity(**{name: as_count(name, size, "pass rows of a layout", at_least=least[name])
+                                   for name, size in sharding._asdict().items() if size is not None})
     return BalancedCapacity(empty.local_rows, empty.batch.total_rows)
 
 

@@ -46,7 +46,7 @@ def forward(
     """Compute attention of this rank's query rows over the keys that they see; see Method."""
     q, k, v, plan, sinks = inputs
     assert plan.routes is not None
-    overlaps = is_worth_overlapping(comm, plan, plan.routes.num_received, (k, v), k.dtype)
+    overlaps = plan.has_parts[0] and is_worth_overlapping(comm, plan.routes.num_received, (k, v), k.dtype)
     needed, arrive = _send(comm, plan, k, v, options.keep_keys, overlaps)
     # Where nothing comes there is nothing to wait for, unless what goes needs this rank's help on its way. What one
     # kernel brings, where it is little for all ranks, is complete when that ends.
@@ -76,7 +76,7 @@ def backward(
     sum_dtype = options.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
     # Rows whose gradients this rank sends or receives; where no rank has many, one kernel brings all, without overlap.
     most = min(max(routes.num_received, routes.num_sent), routes.most_sent)
-    overlaps, coming = is_worth_overlapping(comm, plan, most, (k, v), sum_dtype), []
+    overlaps, coming = plan.has_parts[1] and is_worth_overlapping(comm, most, (k, v), sum_dtype), []
     grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (k, v)]
 
     def send_back(dk: Array, dv: Array) -> None:
@@ -123,13 +123,9 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     return layer.memory(plan, forward, backward, kept, (largest_windows(windows), {}))
 
 
-def is_worth_overlapping(comm: Comm, plan: Plan, num_rows: int, like: Pair, dtype: DTypeLike) -> bool:
-    """Return whether an exchange of so many rows overlaps kernels on this rank; other ranks may choose otherwise.
-
-    Within a capacity it does not, as the number of tiles with rows of other ranks changes with the layout.
-    """
-    worth = num_rows * _row_bytes(like, dtype) >= WORTH_OVERLAPPING
-    return comm.overlaps and plan.sharding.capacity is None and worth
+def is_worth_overlapping(comm: Comm, num_rows: int, like: Pair, dtype: DTypeLike) -> bool:
+    """Return whether an exchange of so many rows overlaps kernels on this rank; other ranks may choose otherwise."""
+    return comm.overlaps and num_rows * _row_bytes(like, dtype) >= WORTH_OVERLAPPING
 
 
 def _send(
@@ -161,7 +157,7 @@ def _send(
             x[...] = 0
     theirs, mine = _places(plan)
     engine.place_rows((k, v), mine, plan, into)  # while rows arrive
-    if overlaps:
+    if overlaps and plan.sharding.capacity is None:
         engine.place_rows(_zeros(plan, recvs), theirs, plan, into)
 
     def placed() -> KeysValues:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.balance import Ints, balanced_runs, once, within_rank
-from thdattn.capacity import BalancedCapacity
+from thdattn.capacity import BalancedCapacity, Flags
 from thdattn.packing import PackedBatch, rows_of_runs
 from thdattn.plan.mask import in_sight, transposed
 from thdattn.trees import Trees
@@ -303,18 +303,20 @@ def _rows_below(begins: Ints, row: Ints) -> Ints:
 
 
 def foreign_tiles(
-    batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int, cp_rank: int, tiles: tuple[int, int]
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int, cp_rank: int, tiles: tuple[int, int],
+    capacity: BalancedCapacity | None = None,
+) -> Flags:
     """Return the tiles that need key rows of other ranks; the compute of all other tiles overlaps their exchange.
 
     Args:
         tiles: rows per tile of queries and of keys.
+        capacity: sizes that key buffers are filled up to; see needed_rows.
 
     Returns:
         (query tiles,) bool, True if a query of the tile sees a row of another rank; and
         (key tiles,) bool, True if a row of the tile belongs to another rank.
     """
-    needed, owned = needed_rows(batch, cp_size, window, local_rows), balanced_runs(batch, cp_size)
+    needed, owned = needed_rows(batch, cp_size, window, local_rows, capacity), balanced_runs(batch, cp_size)
     sender, _, _, key_row, sizes = needed.receives(cp_rank)
     foreign = np.flatnonzero(sender != cp_rank)
     foreign = foreign[np.argsort(key_row[foreign])]

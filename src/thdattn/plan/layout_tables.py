@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.balance import balanced_runs
-from thdattn.capacity import BalancedCapacity, Window, most_pieces
-from thdattn.plan.key_transfers import Pieces, all_rows, needed_rows
+from thdattn.capacity import BalancedCapacity, LayoutSizes, Mask
+from thdattn.plan.key_transfers import Pieces, all_rows, foreign_tiles, needed_rows
 from thdattn.sharding import Sharding
 
 _BEHIND_ALL = np.iinfo(np.int32).max  # begin of the pieces that a layout does not use
 
 
-def excess(sharding: Sharding, windows: Sequence[Window], capacity: BalancedCapacity, max_runs: int) -> str:
-    """Describe by how much a layout exceeds a capacity; return "" if it fits. All ranks return the same."""
-    for window in windows:
-        needed = needed_rows(sharding.batch, sharding.cp_size, window, sharding.local_rows)
+def excess(sharding: Sharding, sizes: LayoutSizes) -> str:
+    """Describe by how much a layout exceeds the sizes; return "" if it fits. All ranks return the same."""
+    capacity, of = sizes.capacity, (sharding.batch, sharding.cp_size)
+    for window, tiles in sizes.masks:
+        needed = needed_rows(*of, window, sharding.local_rows)
         if over := needed.excess(capacity):
             return over
-        runs = len(balanced_runs(sharding.batch, sharding.cp_size).rank) + needed.runs.shape[1]
-        if runs > max_runs:
-            return f"{runs} runs of rows, wanted at most {max_runs}"
+        runs = len(balanced_runs(*of).rank) + needed.runs.shape[1]
+        if runs > sizes.max_runs:
+            return f"{runs} runs of rows, wanted at most {sizes.max_runs}"
+        for rank in range(sharding.cp_size):
+            foreign = foreign_tiles(*of, window, sharding.local_rows, rank, tiles)
+            if over := capacity.excess_tiles(foreign, tiles):
+                return over
     return ""
 
 
-def pack(
-    sharding: Sharding, cp_rank: int, windows: Sequence[Window], capacity: BalancedCapacity, max_runs: int
-) -> list[NDArray[np.int32]]:
+def needed_capacity(sharding: Sharding, masks: Iterable[Mask]) -> BalancedCapacity:
+    """Return the least capacity that a layout fits."""
+    of, found = (sharding.batch, sharding.cp_size), []
+    for window, tiles in masks:
+        needed = needed_rows(*of, window, sharding.local_rows)
+        foreign = [foreign_tiles(*of, window, sharding.local_rows, rank, tiles) for rank in range(sharding.cp_size)]
+        early_queries = tiles[0] * min((~queries).sum() for queries, _ in foreign)
+        early_keys = tiles[1] * max(keys.sum() for _, keys in foreign)
+        found.append((needed.table.max(), needed.sizes.max(), -early_queries, early_keys))
+    message_rows, key_rows, later, early = np.max(found, axis=0).tolist()
+    return BalancedCapacity(message_rows, key_rows, -later, early)
+
+
+def pack(sharding: Sharding, cp_rank: int, sizes: LayoutSizes) -> list[NDArray[np.int32]]:
     """Return what the words of a rank's tables become for a layout that fits, one array after another."""
-    of = sharding.batch, sharding.cp_size
-    tables = [(1, all_rows(*of, sharding.local_rows))]
-    for window in windows:
-        side = needed_rows(*of, window, sharding.local_rows, capacity).key_side(cp_rank)
-        tables.append((5, Pieces.joined(side)))
-    return [_filled_up(pieces, most_pieces(num_arrays, max_runs)) for num_arrays, pieces in tables]
+    of, capacity = (sharding.batch, sharding.cp_size), sizes.capacity
+    tables = [_filled_up(all_rows(*of, sharding.local_rows), sizes.num_pieces(1))]
+    for mask in sizes.masks:
+        side = needed_rows(*of, mask.window, sharding.local_rows, capacity).key_side(cp_rank)
+        tables.append(_filled_up(Pieces.joined(side), sizes.num_pieces(5)))
+        foreign = foreign_tiles(*of, mask.window, sharding.local_rows, cp_rank, mask.tiles, capacity)
+        tables += [(~first).astype(np.int32) for first in capacity.first_of(foreign, mask.tiles)]
+    return tables
 
 
 def _filled_up(pieces: Pieces, count: int) -> NDArray[np.int32]:

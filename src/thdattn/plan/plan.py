@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from thdattn.capacity import Flags, Mask
 from thdattn.comm import Comm
 from thdattn.engines import Engine
 from thdattn.packing import PackedBatch
@@ -162,6 +160,11 @@ class Plan:
         return self.sharding.batch
 
     @property
+    def mask(self) -> Mask:
+        """The mask, with the tiles that the arrays are made for."""
+        return Mask(self.window, self.tiles)
+
+    @property
     def is_cross(self) -> bool:
         """True for cross-attention: keys have lengths of their own."""
         return self.key_batch is not self.batch
@@ -258,9 +261,38 @@ class Plan:
         return -(-rows[0] // self.tiles[0]), -(-rows[1] // self.tiles[1])
 
     @cached_property
-    def foreign_tiles(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def foreign_tiles(self) -> Flags:
         """Flags, with needed rows: query tiles that see a row of another rank, and key tiles that have one."""
-        return foreign_tiles(self.batch, self.cp_size, self.window, self.local_rows, self.cp_rank, self.tiles)
+        return foreign_tiles(self.batch, self.cp_size, self.window, self.local_rows, self.cp_rank, self.tiles,
+                             self.sharding.capacity)
+
+    @cached_property
+    def first_tiles(self) -> Flags:
+        """Flags, with needed rows: query tiles that come before rows arrive, and key tiles before gradients are sent.
+
+        These see no row of another rank, or are all that have one. Within a capacity they are of a fixed number.
+        """
+        capacity, foreign = self.sharding.capacity, self.foreign_tiles
+        if capacity is None:
+            return ~foreign[0], foreign[1]
+        return capacity.first_of(foreign, self.tiles)
+
+    @cached_property
+    def has_parts(self) -> tuple[bool, bool]:
+        """True for a side whose tiles can be computed in two parts: within a capacity, if neither part is empty."""
+        if self.sharding.capacity is None:
+            return True, True
+        queries, keys = ((0 < first < count)
+                         for first, count in zip(self.num_first_tiles, self.num_tiles, strict=True))  # fmt: skip
+        return queries, keys
+
+    @property
+    def num_first_tiles(self) -> tuple[int, int]:
+        """Number of first_tiles of each side."""
+        if self.sharding.capacity is not None:
+            return self.sharding.capacity.first_tiles(self.tiles)
+        queries, keys = self.first_tiles
+        return int(queries.sum()), int(keys.sum())
 
     @cached_property
     def has_unseen_keys(self) -> bool:

@@ -19,7 +19,9 @@ import thdattn
 from thdattn import PackedBatch, Sharding
 from thdattn.capacity import BalancedCapacity
 from thdattn.comm.levels import Levels
+from thdattn.comm.peer import transport
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
+from thdattn.methods import group_cast
 from thdattn.plan.ranges import host_arrays
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -82,8 +84,8 @@ def _replay_packs(
     count: int, options: dict[str, Any],
 ) -> None:
     warmup = 2
-    options = {"comm": comm, "num_heads": 4, "num_kv_heads": 2, **MASKS[mask], **options}
-    attention = thdattn.CPAttention(head_dim=dims[0], v_head_dim=dims[1], engine="cuda", deterministic=True, **options)
+    options = {"comm": comm, "num_heads": 4, "num_kv_heads": 2, "deterministic": True, **MASKS[mask], **options}
+    attention = thdattn.CPAttention(head_dim=dims[0], v_head_dim=dims[1], engine="cuda", **options)
     heads = attention.num_heads, attention.num_kv_heads
     shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
     graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=warmup))
@@ -109,8 +111,13 @@ def _replay_packs(
             fitting += 1
             if fitting > warmup:
                 returned.add(tuple(x.data.ptr for x in found))
-            for name, x, y in zip(("out", "lse", "max_logit", "dq", "dk", "dv"), found, wanted, strict=True):
-                assert to_host(x).tobytes() == to_host(y).tobytes(), f"{name} of pack {number}, {batch}"
+            for name, *both in zip(("out", "lse", "max_logit", "dq", "dk", "dv"), found, wanted, strict=True):
+                x, y = map(to_host, both)
+                same = x.tobytes() == y.tobytes()
+                if not attention.deterministic and name in ("dq", "dk", "dv"):
+                    x, y = (z.astype(np.float32) for z in (x, y))
+                    same = bool(np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y))
+                assert same, f"{name} of pack {number}, {batch}"
         assert fitting + graphs.num_overflows == count and fitting > warmup + 5
         assert graphs.num_overflows == count // 5 or isinstance(sharding, BalancedCapacity)
         assert len(returned) == 1, "all replays are of one graph"
@@ -129,8 +136,23 @@ def replay_balanced(comm: thdattn.comm.Comm, cupy: Any) -> None:
         replay_packs(comm, cupy, mask, (128, 128), "balanced", 50)
     replay_packs(comm, cupy, "causal", (64, 64), "balanced", 20, {"num_heads": 16, "num_kv_heads": 8})
     rows = ROWS // comm.size
-    replay_packs(comm, cupy, "causal", (64, 64), BalancedCapacity(rows // 4, rows + rows // 2), 50)
+    small = BalancedCapacity(rows // 4, rows + rows // 2)
+    replay_packs(comm, cupy, "causal", (64, 64), small, 50)
     _replay_behind_nan(comm, cupy)
+
+
+def replay_overlapped(comm: thdattn.comm.Comm, cupy: Any) -> None:
+    """Layouts that change at every replay, with exchanges that overlap a fixed number of tiles."""
+    group_cast.WORTH_OVERLAPPING = transport.WORTH_COPYING = 0
+    rows = ROWS // comm.size
+    some, any_layout = BalancedCapacity(rows // 4, rows + rows // 2), BalancedCapacity(rows, ROWS, 0, ROWS - 128)
+    for mask, dims, capacity in (("causal", (128, 128), some._replace(early_queries=128, early_keys=rows)),
+                                 ("two-sided", (192, 128), any_layout),
+                                 ("window", (64, 64), some._replace(early_queries=192))):  # fmt: skip
+        replay_packs(comm, cupy, mask, dims, capacity, 100)
+    replay_packs(comm, cupy, "causal", (256, 256), any_layout, 20)
+    replay_packs(comm, cupy, "causal", (128, 128), any_layout, 50, {"deterministic": False})
+    replay_packs(comm, cupy, "causal", (64, 64), any_layout, 1000)
 
 
 def _replay_behind_nan(comm: thdattn.comm.Comm, cupy: Any) -> None:
@@ -441,8 +463,8 @@ def cycles(comm: thdattn.comm.Comm, cupy: Any, count: int = 20) -> None:
 
 # Each is run over several ranks by test_gpu_graphs.py.
 SCENARIOS: dict[str, Callable[[thdattn.comm.Comm, Any], None]] = {
-    "packs": replay_masks, "methods": replay_methods, "balanced": replay_balanced, "mixers": replay_mixers,
-    "training": check_training, "plans": check_shardings,
+    "packs": replay_masks, "methods": replay_methods, "balanced": replay_balanced, "overlapped": replay_overlapped,
+    "mixers": replay_mixers, "training": check_training, "plans": check_shardings,
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class _Spec(NamedTuple):
 
     dq_dtype: float32 where dq is accumulated over calls.
     where: see reference.backward_buffers.
-    in_parts: tiles of keys that have rows of other ranks come first, in launches of their own.
+    in_parts: the tiles of plan.first_tiles have launches of their own.
     caps: logits are capped.
     """
 
@@ -287,6 +287,9 @@ def plan_backward(plan: Plan) -> None:
     if launch.this_gpu().sm90:
         partials_per_tile(plan)
         pairs_of(plan)
+    if plan.sharding.tables is not None:
+        for side in range(2):
+            parts_of(plan, side)
     if plan.cp_size > 1 and plan.keys_of is None and not plan.sharding.by_runs:
         places_of_keys(plan)
 
@@ -355,9 +358,8 @@ class _Portable:
 
 
 def _parts(plan: Plan, in_parts: bool) -> list[Array]:
-    """Return the orders of all key tiles; in parts, those of tiles with rows of other ranks, then of other tiles."""
-    tiles = plan.arrays.key_tiles
-    return parts_of(tiles, ~plan.foreign_tiles[1]) if in_parts else [tiles]
+    """Return the orders of all key tiles; in parts, those of plan.first_tiles, then of other tiles."""
+    return parts_of(plan, 1) if in_parts else [plan.arrays.key_tiles]
 
 
 def _in_turn(mains: Sequence[Sequence[Launch]], call: _Call, arguments: Callable[[], tuple[Any, ...]],

@@ -68,7 +68,7 @@ def attn_fwd(
 class _Spec(NamedTuple):
     """Properties of a call that its launches depend on, besides the plan, which caches launches by them.
 
-    in_parts: tiles that see no key of another rank come first, in launches of their own.
+    in_parts: the tiles of plan.first_tiles have launches of their own.
     """
 
     heads: Heads
@@ -89,7 +89,7 @@ def _launches(plan: Plan, spec: _Spec) -> tuple[list[Launch], tuple[int, ...], A
     logits, most = (max_logits(plan, n) for n in (heads.num_heads, heads.most_heads))
     of_tiles = plan.workspace.array(most, logits.shape)
     orders = plan.arrays.query_tiles
-    parts = parts_of(orders, plan.foreign_tiles[0]) if spec.in_parts else [orders]
+    parts = parts_of(plan, 0) if spec.in_parts else [orders]
     if gpu.sm90:
         keys = row.forward_sm90.keys(spec.kind)
         return _hopper(plan, spec, parts, of_tiles), (row.forward_sm90.tile_m, keys, keys), of_tiles

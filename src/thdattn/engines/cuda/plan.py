@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import cupy
 import cupyx
 import numpy as np
-from numpy.typing import NDArray
 
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
@@ -336,7 +335,7 @@ def _key_side(plan: Plan, rows: _Rows, lengths: DeviceLengths | None) -> dict[st
     if not plan.sharding.by_runs:
         return {"rank_order": rows.all_rows[: plan.key_batch.total_rows] if plan.is_cross else rows.all_rows}
     if plan.sharding.tables is not None:
-        table = plan.sharding.tables.key_side(plan.window)
+        table = plan.sharding.tables.key_side(plan.mask)
     else:
         needed = needed_rows(plan.batch, plan.cp_size, plan.window, plan.local_rows, plan.sharding.capacity)
         table = _table(Pieces.joined(needed.key_side(plan.cp_rank)))
@@ -392,17 +391,34 @@ def _tree_arrays(
     return made
 
 
-def parts_of(tiles: Array, second: NDArray[np.bool_]) -> list[Array]:
-    """Split the tiles of one side into two parts, each with its two orders; a part may be empty.
+def parts_of(plan: Plan, side: int) -> list[Array]:
+    """Return the tiles of queries (side 0) or of keys (1) in two parts: plan.first_tiles, and all others.
+
+    Each part has its two orders, (2, tiles), and may be empty.
+    """
+    tiles, num_first = (plan.arrays.query_tiles, plan.arrays.key_tiles)[side], plan.num_first_tiles[side]
+
+    def make() -> list[Array]:
+        if plan.sharding.tables is not None:
+            second = plan.sharding.tables.second_tiles(plan.mask)[side]
+        else:
+            second = cupy.asarray((~plan.first_tiles[side]).astype(np.int32))
+        return split_tiles(tiles, second, num_first, plan.arrays.lengths)
+
+    return plan.memoize(("parts", side), make)
+
+
+def split_tiles(tiles: Array, second: Array, num_first: int, lengths: DeviceLengths | None = None) -> list[Array]:
+    """Split tiles into two parts that keep their orders.
 
     Args:
         tiles: (2, tiles), as in PlanArrays.
-        second: (tiles,), True for the tiles of the second part.
+        second: (tiles,) int32, 1 for the tiles of the second part, 0 for the num_first others.
+        lengths: of the tiles' plan, if they are on the GPU.
     """
-    count, num_first = len(second), int(len(second) - second.sum())
+    count = tiles.shape[1]
     made = launch.empty((2 * count,), np.int32)
-    _make(None, _PARTS, (_blocks(32 * count), 2), (
-        made, tiles, cupy.asarray(second.astype(np.int32)), *map(np.int32, (count, num_first))))
+    _make(lengths, _PARTS, (_blocks(32 * count), 2), (made, tiles, second, *map(np.int32, (count, num_first))))
     return [made[: 2 * num_first].reshape(2, num_first), made[2 * num_first :].reshape(2, count - num_first)]
 
 

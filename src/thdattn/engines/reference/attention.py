@@ -54,7 +54,7 @@ def attn_fwd(
     """Compute attention of this rank's query rows over the whole key buffer.
 
     Args:
-        on_first_part: called once, between the query tiles that need no key of another rank and plan.foreign_tiles.
+        on_first_part: called once, between the query tiles of plan.first_tiles and all others.
             Until then rows of other ranks may hold any finite numbers. Not with outputs.accumulate.
 
     Returns:
@@ -103,12 +103,12 @@ def _merged(o: Array, lse: Array, other_o: Array | None, other_lse: Array) -> tu
 def _in_two_parts(
     inputs: ForwardInputs, options: AttentionOptions, outputs: ForwardOutputs, on_first_part: Callable[[], Any]
 ) -> tuple[Array, Array, Array | None]:
-    """Compute attn_fwd for the tiles that see no key of another rank, then for all other tiles."""
+    """Compute attn_fwd for the tiles that come first, then for all other tiles."""
     q, k, v, plan, sinks = inputs
     num_rows, num_heads, _ = q.shape
     out, lse = outputs.arrays or (arrays.empty((num_rows, num_heads, v.shape[2]), q.dtype),
                                   arrays.empty((num_heads, num_rows), _compute_dtype(q.dtype)))
-    foreign = np.repeat(plan.foreign_tiles[0], plan.tiles[0])[:num_rows]
+    is_first = np.repeat(plan.first_tiles[0], plan.tiles[0])[:num_rows]
 
     def some(rows: NDArray[np.bool_]) -> Array:
         before = np.append(0, np.cumsum(rows))  # rows of the part before each row
@@ -119,9 +119,9 @@ def _in_two_parts(
         assert logits is not None
         return logits
 
-    first = some(~foreign)
+    first = some(is_first)
     on_first_part()
-    max_logit = np.maximum(first, some(foreign))
+    max_logit = np.maximum(first, some(~is_first))
     return out, lse, max_logit if outputs.max_logit else None
 
 
@@ -138,7 +138,7 @@ def attn_bwd(
 
     Args:
         options: blocks are always summed in the order of rows here, so that `deterministic` changes nothing.
-        on_first_part: called once with dk and dv, when the key tiles of plan.foreign_tiles are complete. Other tiles
+        on_first_part: called once with dk and dv, when the key tiles of plan.first_tiles are complete. Other tiles
             may not be yet.
 
     Returns:
