@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ import gpu_record
 import pytest
 from launch import SOURCE
 
-NEEDS_CUPY = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="the CUDA engine needs CuPy")
 PACKAGE = SOURCE / "thdattn"
 
 

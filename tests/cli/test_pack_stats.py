@@ -7,7 +7,7 @@ from operator import itemgetter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thdattn.__main__ import main
@@ -105,6 +105,7 @@ def test_rounds_and_steps_that_fall_back_worked_by_hand():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=24, max_size=60), st.integers(1, 4), st.integers(1, 6))
+@example([1, 2, 3, 4], 2, 2)  # packs of one step
 def test_a_round_falls_back_if_one_pack_does_and_a_step_if_one_round_does(counts, groups, accumulate):
     for candidate in pack_stats.candidates(np.array(counts), groups, accumulate):
         rounds, steps = 0, 0
