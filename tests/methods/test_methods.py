@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import BFLOAT16, FIELDS, Case, check, gpu_only, to_host
-from ways import BY_NAME, MORE_WAYS, TELLING, WAYS, Way, attention, inputs_of, of, on_host, run_way, step, ways
+from ways import BY_NAME, MORE_WAYS, TELLING, WAYS, Way, attention, inputs_of, of, run_way, step, ways
 
 import thdattn
 from thdattn import PackedBatch, Sharding
@@ -349,39 +349,6 @@ def test_head_dims_are_the_oracle(cupy, case, way, dims):
 @cross(PACKS_ON_GPU[:4], TELLING_ON_GPU)
 def test_portable_kernels_are_the_oracle(cupy, portable, case, way):
     check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
-
-
-FIRST, LATER = [0, 40, 48, 128], [0, 16, 112, 128]
-
-
-@gpu_only
-@pytest.mark.parametrize("way", [way for way in TELLING_ON_GPU if way.sharding != "balanced"], ids=str)
-def test_plans_follow_lengths_on_the_gpu(cupy, way):
-    lengths = cupy.asarray(FIRST, np.int32)
-    case = Case("device", (1,), heads=(8, 4))
-    inputs = [cupy.asarray(np.random.default_rng(i).standard_normal((128 // way.cp_size, *shape)).astype(BFLOAT16))
-              for i, shape in enumerate(case.shapes().values())]  # fmt: skip
-
-    def program(comm):
-        layer = case.attention(way.comm(comm), BFLOAT16, engine="cuda", deterministic=True,
-                               cp_comm_type=way.cp_comm_type)  # fmt: skip
-        plan = layer.plan(PackedBatch(lengths, total_rows=128), way.sharding)
-        for now in (FIRST, LATER):
-            cupy.cuda.get_current_stream().synchronize()
-            comm.barrier()
-            if comm.rank == 0:
-                lengths[...] = cupy.asarray(now, np.int32)
-                cupy.cuda.get_current_stream().synchronize()
-            comm.barrier()
-            plan.refresh()
-            plan.check()
-            host = layer.plan(PackedBatch(now, total_rows=128), way.sharding)
-            found, wanted = (on_host(step(layer, each, inputs)) for each in (plan, host))
-            for field, x in wanted.items():
-                assert found[field].tobytes() == x.tobytes(), field
-            assert to_host(plan.rows).tolist() == host.sharding.rows(comm.rank).tolist()
-
-    thdattn.comm.run_local(way.cp_size, program)
 
 
 @gpu_only

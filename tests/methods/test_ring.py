@@ -265,30 +265,6 @@ def test_engine_merges_with_what_is_there(cupy, dims, deterministic):
 
 
 @gpu_only
-def test_slices_follow_lengths_on_the_gpu(cupy):
-    lengths = cupy.asarray([0, 40, 48, 64], np.int32)
-    batch, later = thdattn.PackedBatch(lengths, total_rows=64), [0, 8, 48, 56]
-    draw = np.random.default_rng(0)
-    q, k, v = (cupy.asarray(draw.standard_normal((32, heads, 64)).astype(BFLOAT16)) for heads in (4, 2, 2))
-
-    def program(comm):
-        attention = thdattn.CPAttention(comm, 4, 64, 2, engine="cuda", cp_comm_type="p2p")
-        plan = attention.plan(batch)
-        attention.forward(q, k, v, plan)
-        cupy.cuda.get_current_stream().synchronize()
-        comm.barrier()
-        if comm.rank == 0:
-            lengths[...] = cupy.asarray(later, np.int32)
-        comm.barrier()
-        plan.refresh()
-        wanted = attention.plan(thdattn.PackedBatch(later, total_rows=64))
-        return [to_host(attention.forward(q, k, v, each)[0]).tobytes() for each in (plan, wanted)]
-
-    for refreshed, wanted in thdattn.comm.run_local(2, program):
-        assert refreshed == wanted
-
-
-@gpu_only
 def test_rounding_is_that_of_numpy(cupy):
     cuda = importlib.import_module("thdattn.engines.cuda")
     x = np.random.default_rng(0).standard_normal((37, 3, 8)).astype(np.float32)
