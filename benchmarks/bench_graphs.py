@@ -41,6 +41,7 @@ LONG = {"1x16384": (16_384,), "doc64k": document_pack()}
 ROWS = {"doc64k": PACK_TOKENS}  # with padding at the end, as in training; other packs are full
 HEADS = ((8, 8), (16, 4))  # query and kv heads
 SLOTS = (16, 64, 512)  # for 16 documents
+BALANCED_SLOTS = 256  # for the documents of balanced packs
 KEY = ("gpu", "ranks", "case", "heads", "kv_heads", "way")
 Call = Callable[[], object]
 
@@ -97,9 +98,10 @@ class Layer:
         self.batch = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=rows)
         self.exact = computes.plan(self.batch, finite_padding=True)
 
-    def pack(self, graphs: Graphs) -> StaticPack:
+    def pack(self, graphs: Graphs, sharding: str | None = None) -> StaticPack:
         """Make a static pack of just so many rows, with the batch loaded."""
-        pack = StaticPack(graphs, [self.computes], self.batch.total_rows, like=self.batch, finite_padding=True)
+        pack = StaticPack(graphs, [self.computes], self.batch.total_rows, sharding, like=self.batch,
+                          finite_padding=True)  # fmt: skip
         pack.load([self.batch])
         return pack
 
@@ -198,7 +200,10 @@ def planned_step(layer: Layer, pack: StaticPack, given: Sequence[Any], dout: Any
 
 
 def refresh_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[record.Row]:
-    """Time the refresh of a static pack's lengths: load on the host, and the plan, called and as a graph."""
+    """Time the refresh of a static pack's lengths: load on the host, and the plan, called and as a graph.
+
+    Balanced rows are of new packs, whose layout the host has to find, or whose layout has been prepared.
+    """
     case = Case(name, (SHORT | LONG)[name], 8, 8)
     layer = Layer(comm, case)
     with new_graphs(comm) as graphs:
@@ -206,6 +211,32 @@ def refresh_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[re
         times = {"load_host": timing.slowest(comm, timing.host(partial(pack.load, [layer.batch]), rounds))}
         times |= timing.race(comm, {"plans": pack.plans, "plans_graph": graphs.captured(pack.plans, "plans")}, rounds)
         yield from (row_of(case.columns, way, samples) for way, samples in times.items())
+    if comm.size > 1:
+        with new_graphs(comm, BALANCED_SLOTS) as graphs:
+            times = balanced_times(comm, layer, graphs, rounds)
+            yield from (row_of(case.columns, way, samples) for way, samples in times.items())
+
+
+def balanced_times(comm: thdattn.comm.Comm, layer: Layer, graphs: Graphs, rounds: int) -> dict[str, list[float]]:
+    """Time the refresh of balanced rows."""
+    pack, batch, times = layer.pack(graphs, "balanced"), layer.batch, {}
+    for way in ("load_host_balanced", "load_host_balanced_prepared"):
+        fresh = [PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=batch.total_rows)
+                 for _ in range(rounds * timing.HOST_CALLS)]  # fmt: skip
+        if way.endswith("prepared"):
+            for each in fresh:
+                layer.computes.prepare(each, "balanced")
+        loads = iter(fresh)
+
+        def load(loads: Iterator[PackedBatch] = loads) -> None:
+            batches = [next(loads)]
+            assert pack.fits(batches)
+            pack.load(batches)
+
+        times[way] = timing.slowest(comm, timing.host(load, rounds))
+    plans: dict[str, Call] = {"plans_balanced": pack.plans}
+    plans["plans_graph_balanced"] = graphs.captured(pack.plans, "plans")
+    return times | timing.race(comm, plans, rounds)
 
 
 # --- what is written ---------------------------------------------------------------------------------------------

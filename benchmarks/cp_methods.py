@@ -48,7 +48,7 @@ class Method(NamedTuple):
     @property
     def captured(self) -> bool:
         """True if it is measured in a CUDA graph."""
-        return self.cp_comm_type in CAPTURED and self.sharding != "balanced"
+        return self.cp_comm_type in CAPTURED and not (self.two_levels and self.sharding == "balanced")
 
     def padded(self, case: Case, cp_size: int) -> thdattn.PackedBatch:
         """Return the pack with no more padding than the sharding needs."""

@@ -14,14 +14,16 @@ import numpy as np
 import peers
 import record
 from cp_methods import INNER, ONE, USUAL, Method
-from rank_of import as_rank_of, exchanging
+from rank_of import ByCollectives, as_rank_of, exchanging
 from workloads import Case
 
 import thdattn
+from thdattn.capacity import BalancedCapacity
 from thdattn.comm import Comm, SingleComm, no_wait
 from thdattn.costs import Both
 from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, cuda
-from thdattn.graphs import CudaGraphConfig, Graphs
+from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
+from thdattn.plan.layout_tables import needed_capacity
 from thdattn.plan.owners import places_of_keys
 
 
@@ -224,16 +226,34 @@ def free_memory() -> int:
 def captured(stack: ExitStack, name: str, way: Timed) -> Callable[[], object] | None:
     """Capture forward and backward as one graph that lives as long as the stack; None where that is not measured.
 
-    The graph is of a copy of the way, so that nobody else holds its results.
+    The graph is of a copy of the way, so that nobody else holds its results. Of balanced rows it serves other layouts
+    too, of ranks that nobody plays.
     """
     layer = way.layer if isinstance(way, Alone) else way
     if not isinstance(layer, Layer) or name == ONE or not layer.method.captured:
         return None
-    graphs = stack.enter_context(Graphs(layer.attention.comm, CudaGraphConfig(impl="local", warmup_steps=1)))
-    replay = graphs.captured(partial(both, copy(way)), name)
+    balanced, comm = layer.method.sharding == "balanced", layer.attention.comm
+    if balanced and isinstance(comm, ByCollectives):
+        return None
+    graphs = stack.enter_context(Graphs(comm, CudaGraphConfig(impl="local", warmup_steps=1)))
+    replay = graphs.captured(partial(both, within_capacity(layer, graphs) if balanced else copy(way)), name)
     for _ in range(2):
         replay()
     return replay
+
+
+def within_capacity(layer: Layer, graphs: Graphs) -> Layer:
+    """Return a copy of a layer whose plan serves all layouts that need an eighth more than its own, at most."""
+    messages, keys, early_queries, early_keys = needed_capacity(layer.plan.sharding, [layer.plan.mask])
+    assert early_keys is not None
+    capacity = BalancedCapacity(messages + messages // 8, keys + keys // 8, early_queries - early_queries // 8,
+                                early_keys + early_keys // 8)  # fmt: skip
+    pack = StaticPack(graphs, [layer.attention], layer.batch.total_rows, capacity, like=layer.batch,
+                      finite_padding=True)  # fmt: skip
+    pack.load([layer.batch])
+    made = copy(layer)
+    (made.plan,) = pack.plans()
+    return made
 
 
 def started(make: Callable[[], Layer]) -> tuple[Layer, int]:

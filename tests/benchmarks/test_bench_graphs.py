@@ -46,6 +46,19 @@ def test_every_way_of_an_attention_and_of_a_mixer_runs_and_is_checked(monkeypatc
             bench_graphs.check(layer, "local", wrong, wanted)
 
 
+def test_balanced_packs_are_loaded_new_and_prepared(monkeypatch):
+    on_host(monkeypatch)
+    monkeypatch.setattr(bench_graphs.timing, "host", lambda call, rounds: [call() or 1.0])
+    monkeypatch.setattr(bench_graphs.timing, "slowest", lambda comm, samples: samples)
+    monkeypatch.setitem(bench_graphs.SHORT, "8x1024", (12, 40, 30))
+
+    def program(comm):
+        return [row["way"] for row in bench_graphs.refresh_rows(comm, "8x1024", 1)]
+
+    new = ["load_host_balanced", "load_host_balanced_prepared", "plans_balanced", "plans_graph_balanced"]
+    assert thdattn.comm.run_local(2, program) == [["load_host", "plans", "plans_graph", *new]] * 2
+
+
 def test_slots_of_every_number_run(monkeypatch):
     comm = on_host(monkeypatch)
     case = bench_graphs.Case

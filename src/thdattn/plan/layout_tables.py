@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.balance import balanced_runs
-from thdattn.capacity import BalancedCapacity, LayoutSizes, Mask
+from thdattn.balance import balanced_runs, once
+from thdattn.capacity import BalancedCapacity, Flags, LayoutSizes, Mask
 from thdattn.plan.key_transfers import Pieces, all_rows, foreign_tiles, needed_rows
 from thdattn.sharding import Sharding
 
@@ -26,8 +26,7 @@ def excess(sharding: Sharding, sizes: LayoutSizes) -> str:
         if runs > sizes.max_runs:
             return f"{runs} runs of rows, wanted at most {sizes.max_runs}"
         for rank in range(sharding.cp_size):
-            foreign = foreign_tiles(*of, window, sharding.local_rows, rank, tiles)
-            if over := capacity.excess_tiles(foreign, tiles):
+            if over := capacity.excess_tiles(_foreign(sharding, rank, Mask(window, tiles), capacity), tiles):
                 return over
     return ""
 
@@ -37,7 +36,7 @@ def needed_capacity(sharding: Sharding, masks: Iterable[Mask]) -> BalancedCapaci
     of, found = (sharding.batch, sharding.cp_size), []
     for window, tiles in masks:
         needed = needed_rows(*of, window, sharding.local_rows)
-        foreign = [foreign_tiles(*of, window, sharding.local_rows, rank, tiles) for rank in range(sharding.cp_size)]
+        foreign = [_foreign(sharding, rank, Mask(window, tiles)) for rank in range(sharding.cp_size)]
         early_queries = tiles[0] * min((~queries).sum() for queries, _ in foreign)
         early_keys = tiles[1] * max(keys.sum() for _, keys in foreign)
         found.append((needed.table.max(), needed.sizes.max(), -early_queries, early_keys))
@@ -52,9 +51,15 @@ def pack(sharding: Sharding, cp_rank: int, sizes: LayoutSizes) -> list[NDArray[n
     for mask in sizes.masks:
         side = needed_rows(*of, mask.window, sharding.local_rows, capacity).key_side(cp_rank)
         tables.append(_filled_up(Pieces.joined(side), sizes.num_pieces(5)))
-        foreign = foreign_tiles(*of, mask.window, sharding.local_rows, cp_rank, mask.tiles, capacity)
-        tables += [(~first).astype(np.int32) for first in capacity.first_of(foreign, mask.tiles)]
+        first_tiles = capacity.first_of(_foreign(sharding, cp_rank, mask, capacity), mask.tiles)
+        tables += [(~first).astype(np.int32) for first in first_tiles]
     return tables
+
+
+def _foreign(sharding: Sharding, cp_rank: int, mask: Mask, capacity: BalancedCapacity | None = None) -> Flags:
+    """Return foreign_tiles of a layout; cached per batch."""
+    of = sharding.batch, sharding.cp_size, mask.window, sharding.local_rows, cp_rank, mask.tiles, capacity
+    return once(sharding.batch, ("foreign tiles", *of[1:]), lambda: foreign_tiles(*of))
 
 
 def _filled_up(pieces: Pieces, count: int) -> NDArray[np.int32]:
