@@ -326,29 +326,16 @@ ON_GPU = ways((2, 2), (2, 1), (1, 2), (4, 2), sizes=(2, 4), heads=(2, 4, 8))
 TELLING_ON_GPU = [*ways((2, 2), sizes=(4,), heads=(4,)), Way("a2a", "contiguous", 2)]
 
 
-def cross(cases, some):
-    return pytest.mark.parametrize(("case", "way"), [
-        pytest.param(replace(case, heads=way.heads), way, id=f"{case}-{way}") for case in cases for way in some])
-
-
-@gpu_only
-@cross(PACKS_ON_GPU, ON_GPU)
-def test_every_pack_and_mask_is_the_oracle_on_a_gpu(cupy, case, way):
-    check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
-
-
-@gpu_only
-@pytest.mark.parametrize("dims", TILES, ids=str)
-@cross(PACKS_ON_GPU[:3:2], TELLING_ON_GPU)
-def test_head_dims_are_the_oracle(cupy, case, way, dims):
-    case = replace(case, dims=dims)
-    check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
-
-
-@gpu_only
-@cross(PACKS_ON_GPU[:4], TELLING_ON_GPU)
-def test_portable_kernels_are_the_oracle(cupy, portable, case, way):
-    check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
+@pytest.mark.gpu
+@pytest.mark.parametrize(("engine", "case", "way"), [
+    pytest.param(engine, replace(case, heads=way.heads), way, id=f"{engine}-{case}-{case.dims}-{way}")
+    for engine, cases, some in (
+        ("cuda", PACKS_ON_GPU, ON_GPU), ("portable", PACKS_ON_GPU[:4], TELLING_ON_GPU),
+        ("cuda", [replace(case, dims=dims) for case in PACKS_ON_GPU[:3:2] for dims in TILES], TELLING_ON_GPU))
+    for case in cases for way in some
+], indirect=["engine"])  # fmt: skip
+def test_every_pack_mask_and_head_dim_is_the_oracle_on_a_gpu(engine, case, way):
+    check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=engine.xp, engine="cuda"))
 
 
 @gpu_only
