@@ -212,18 +212,14 @@ def test_the_environment_asks_for_checks(monkeypatch):
         thdattn.comm.init(check="yes")
 
 
-def test_mpi_ranks_agree_and_one_of_them_decides():
-    run = run_ranks(2, PROGRAM, "mpi")
+@pytest.mark.parametrize(("start", "backend"), [
+    (run_ranks, "mpi"), pytest.param(run_torchrun, "torch", marks=pytest.mark.exhaustive)])
+def test_processes_agree(start, backend):
+    """One rank of MPI decides that they do."""
+    run = start(2, PROGRAM, backend)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("cu_seqlens[1] is 48 (rank 0), 16 (rank 1)") == 2
     assert run.stdout.count("all_reduce is not the same on all ranks: array is 'float64 (2,)' (rank 0)") == 2
-    assert run.stdout.count("done") == 2
-
-
-@pytest.mark.exhaustive
-def test_ranks_of_torch_agree():
-    run = run_torchrun(2, PROGRAM, "torch")
-    assert run.returncode == 0, run.stderr
     assert run.stdout.count("done") == 2
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from launch import RANKS, run_ranks
+from launch import RANKS, all_done, run_ranks
 
 PROGRAM = RANKS / "mamba_ranks.py"
 
 
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_ranks_together_are_the_recurrence(n):
-    run = run_ranks(n, PROGRAM, "cases", str(n), timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("cases done") == n
+    all_done(run_ranks(n, PROGRAM, "cases", str(n), timeout=120), n, "cases")
 
 
 def test_bad_input_on_one_rank_ends_all_ranks_with_its_message():
