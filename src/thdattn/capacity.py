@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 Window = tuple[int, int]
 Flags = tuple[NDArray[np.bool_], NDArray[np.bool_]]  # of tiles of queries, and of tiles of keys
 
-_PIECES_OF_A_RUN = 12  # at most, in the five arrays of a KeySide together, and one of -1 before each array
+_PIECES_OF_A_RUN = 14  # at most, in the arrays of a KeySide together, and one of -1 before each array
+_ARRAYS = 6  # of a KeySide
 
 
 class BalancedCapacity(NamedTuple):
@@ -88,9 +89,9 @@ class LayoutSizes(NamedTuple):
     @property
     def num_words(self) -> int:
         """Size of all tables, int32 words."""
-        return 2 * self.num_pieces(1) + sum(2 * self.num_pieces(5) + sum(self.num_tiles(mask)) for mask in self.masks)
+        return 2 * self.num_pieces(1) + sum(2 * self.num_pieces() + sum(self.num_tiles(mask)) for mask in self.masks)
 
-    def num_pieces(self, num_arrays: int) -> int:
+    def num_pieces(self, num_arrays: int = _ARRAYS) -> int:
         """Return a bound for the pieces of so many arrays of a layout together."""
         return num_arrays + _PIECES_OF_A_RUN * self.max_runs
 
@@ -119,12 +120,12 @@ class LayoutTables(NamedTuple):
 
     def key_side(self, mask: Mask) -> tuple[Any, np.int32]:
         """Return the pieces of this rank's KeySide for a mask, one array after another, as `rows`."""
-        first, count = self._first(mask), self.sizes.num_pieces(5)
+        first, count = self._first(mask), self.sizes.num_pieces()
         return self.words[first : first + 2 * count], np.int32(count)
 
     def second_tiles(self, mask: Mask) -> tuple[Any, Any]:
         """Return 1 for tiles of queries, and for tiles of keys, that do not come first; see Plan.first_tiles."""
-        first, (queries, keys) = self._first(mask) + 2 * self.sizes.num_pieces(5), self.sizes.num_tiles(mask)
+        first, (queries, keys) = self._first(mask) + 2 * self.sizes.num_pieces(), self.sizes.num_tiles(mask)
         return self.words[first : first + queries], self.words[first + queries : first + queries + keys]
 
     def _first(self, mask: Mask) -> int:

@@ -47,7 +47,7 @@ def forward(
     q, k, v, plan, sinks = inputs
     assert plan.routes is not None
     overlaps = plan.has_parts[0] and is_worth_overlapping(comm, plan.routes.num_received, (k, v), k.dtype)
-    needed, arrive = _send(comm, plan, k, v, options.keep_keys, overlaps)
+    needed, arrive = _send(comm, plan, k, v, options.keep_keys)
     # Where nothing comes there is nothing to wait for, unless what goes needs this rank's help on its way. What one
     # kernel brings, where it is little for all ranks, is complete when that ends.
     at_once = not overlaps and (plan.routes.num_received > 0 or not comm.overlaps)
@@ -71,7 +71,7 @@ def backward(
     dout, q, k, v, out, lse, plan = inputs
     engine, routes = plan.engine, plan.routes
     assert routes is not None
-    needed = kept or _send(comm, plan, k, v, keep=False, overlaps=False)[1]()
+    needed = kept or _send(comm, plan, k, v, keep=False)[1]()
     alone = plan.is_apart
     sum_dtype = options.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
     # Rows whose gradients this rank sends or receives; where no rank has many, one kernel brings all, without overlap.
@@ -129,7 +129,7 @@ def is_worth_overlapping(comm: Comm, num_rows: int, like: Pair, dtype: DTypeLike
 
 
 def _send(
-    comm: Comm, plan: Plan, k: Array, v: Array, keep: bool, overlaps: bool
+    comm: Comm, plan: Plan, k: Array, v: Array, keep: bool
 ) -> tuple[KeysValues, Callable[[], KeysValues]]:
     """Start the exchange of keys; return this rank's key buffers, and what waits for received rows and returns both.
 
@@ -152,37 +152,19 @@ def _send(
     declared = key_buffers(plan, k.shape[1], k.dtype)
     keys, values = [engine.empty(x.shape, x.dtype) for x in declared] if keep else map(plan.workspace.array, declared)
     into = keys, values
-    if plan.sharding.capacity is not None:  # kernels also read the rows behind those of the layout
-        for x in into:
-            x[...] = 0
-    theirs, mine = _places(plan)
-    engine.place_rows((k, v), mine, plan, into)  # while rows arrive
-    if overlaps and plan.sharding.capacity is None:
-        engine.place_rows(_zeros(plan, recvs), theirs, plan, into)
+    engine.pack_rows((k, v), plan.arrays.own_keys, into)  # while rows arrive; all others become 0
 
     def placed() -> KeysValues:
         wait()
-        engine.place_rows(recvs, theirs, plan, into)
+        engine.place_rows(recvs, _received_places(plan), plan, into)
         return into
 
     return into, placed
 
 
-def _places(plan: Plan) -> tuple[Array, Array]:
-    """Return the rows of the key buffer that come from other ranks, and those of this one."""
-    return plan.memoize("places", lambda: (plan.rank_order[: plan.first_own], plan.rank_order[plan.first_own :]))
-
-
-def _zeros(plan: Plan, like: Pair) -> list[Array]:
-    """Return zeros of the same shapes and dtypes, whose rows are all the same row in memory."""
-
-    def made() -> list[Array]:
-        rows = [plan.engine.empty(x.shape[1:], x.dtype) for x in like]
-        for row in rows:
-            row[...] = 0
-        return [np.broadcast_to(row, x.shape) for row, x in zip(rows, like, strict=True)]
-
-    return plan.memoize(("zeros", *((x.shape[1:], x.dtype) for x in like)), made)
+def _received_places(plan: Plan) -> Array:
+    """Return the rows of the key buffer that come from other ranks."""
+    return plan.memoize("received places", lambda: plan.rank_order[: plan.first_own])
 
 
 def _send_back(comm: Comm, plan: Plan, partials: Pair) -> tuple[list[Array], Wait]:
@@ -193,7 +175,7 @@ def _send_back(comm: Comm, plan: Plan, partials: Pair) -> tuple[list[Array], Wai
     sends = [*map(plan.workspace.array, _received("partial sums under way", plan, partials[0].shape[1], sum_dtype))]
     recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in partials]
     if routes.num_received:
-        engine.pack_rows(partials, _places(plan)[0], sends)
+        engine.pack_rows(partials, _received_places(plan), sends)
     wait = _exchange(comm, plan, sends, recvs, sum_dtype, back=True)
     return recvs, wait
 

@@ -122,6 +122,7 @@ class KeySide(NamedTuple):
     sends: Pieces
     returns: Pieces
     places: Pieces
+    own_keys: Pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +201,7 @@ class NeededRows:
         _, receiver, row, key_row, sizes = given
         own = receiver == cp_rank
         places = _unread(given[2:, own], given[2:, ~own], int(self.sizes[cp_rank]))
+        own_keys = Pieces.of(int(self.sizes[cp_rank]), key_row[own], sizes[own], row[own])
         place, num_sent = self._messages(receiver, sizes, cp_rank)
         num_returns = len(self.sizes) * self.local_rows
         returns = Pieces.of(num_returns, receiver * self.local_rows + row, sizes, np.where(own, key_row, place))
@@ -210,7 +212,7 @@ class NeededRows:
         _, _, row, key_row, sizes = np.concatenate([taken[:, ~own], taken[:, own]], axis=1)
         place = np.concatenate([place[~own], num_received + taken[2, own]])
         rank_order = Pieces.of(num_received + self.local_rows, place, sizes, key_row)
-        return KeySide(rows_of_keys, rank_order, sends, returns, places)
+        return KeySide(rows_of_keys, rank_order, sends, returns, places, own_keys)
 
     def _messages(self, peer: Ints, sizes: Ints, cp_rank: int) -> tuple[Ints, int]:
         """Return each move's first row among the messages of all other ranks, and the number of their rows.

@@ -50,7 +50,7 @@ def pack(sharding: Sharding, cp_rank: int, sizes: LayoutSizes) -> list[NDArray[n
     tables = [_filled_up(all_rows(*of, sharding.local_rows), sizes.num_pieces(1))]
     for mask in sizes.masks:
         side = needed_rows(*of, mask.window, sharding.local_rows, capacity).key_side(cp_rank)
-        tables.append(_filled_up(Pieces.joined(side), sizes.num_pieces(5)))
+        tables.append(_filled_up(Pieces.joined(side), sizes.num_pieces()))
         first_tiles = capacity.first_of(_foreign(sharding, cp_rank, mask, capacity), mask.tiles)
         tables += [(~first).astype(np.int32) for first in first_tiles]
     return tables

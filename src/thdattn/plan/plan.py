@@ -56,6 +56,8 @@ class PlanArrays:
             this rank's own are rows of its key buffer.
         places: (key_rows,), the local row of every key buffer row that no other rank receives, so that this rank alone
             has its gradient; -1 for other rows. None without needed rows.
+        own_keys: (key_rows,), the local row of every key buffer row that this rank owns; -1 for others. None without
+            needed rows.
         lengths: the engines.cuda.plan.DeviceLengths of lengths on a GPU, which checks them; None: on the host.
         offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of keys with lengths of
             their own, as kernels read them; None for NumPy arrays.
@@ -77,6 +79,7 @@ class PlanArrays:
     sends: Any = None
     returns: Any = None
     places: Any = None
+    own_keys: Any = None
     lengths: Any = None
     offsets: Any = None
     stream: Any = None
@@ -215,7 +218,8 @@ class Plan:
         if self.keys_of is not None or self.routes is None:
             return []
         received, sent = self.routes.num_received, self.routes.num_sent
-        return [self.key_rows, received + self.local_rows, sent, self.cp_size * self.local_rows, self.key_rows]
+        return [self.key_rows, received + self.local_rows, sent, self.cp_size * self.local_rows,
+                *[self.key_rows] * 2]
 
     @cached_property
     def routes(self) -> Routes | None:
