@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("cupy")  # which peer memory loads
@@ -50,23 +48,12 @@ def check_with_collectives(cupy, comm, pack, dims=(128, 128), sharding=None, *, 
         assert_same_bits(step(layer, plan, *inputs), step(plain, other, *inputs))
 
 
-@pytest.mark.usefixtures("poisoned_gpu")
-@pytest.mark.parametrize("head_groups", [1, 2, 4, None])
+@pytest.mark.parametrize(("engine", "head_groups"), [
+    *(("cuda", number) for number in (1, 2, 4, None)), ("portable", 2)], indirect=["engine"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("pack", PACKS)
-def test_peer_memory_gives_the_bits_of_collectives(cupy, comm, pack, dims, head_groups):
-    check_with_collectives(cupy, comm, pack, dims, head_groups=head_groups)
-
-
-@pytest.mark.usefixtures("poisoned_gpu")
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("pack", PACKS)
-def test_portable_kernels_bring_gradients_home_too(cupy, comm, monkeypatch, pack, dims):
-    from thdattn.engines.cuda import launch
-
-    gpu = launch.this_gpu()
-    monkeypatch.setattr(launch, "this_gpu", lambda: replace(gpu, sm90=False))
-    check_with_collectives(cupy, comm, pack, dims, head_groups=2)
+def test_peer_memory_gives_the_bits_of_collectives(engine, comm, pack, dims, head_groups):
+    check_with_collectives(engine.xp, comm, pack, dims, head_groups=head_groups)
 
 
 @pytest.mark.parametrize("keep_keys", [False, True])

@@ -132,11 +132,8 @@ def test_peer_memory_takes_what_is_said(cupy, monkeypatch, pack, head_groups):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("kernels_of", ["hopper", "portable"])
 @pytest.mark.parametrize("ranks", [1, SIZE])
-def test_a_mixer_allocates_what_is_said(cupy, monkeypatch, request, ranks, kernels_of, keep):
-    if kernels_of == "portable":
-        request.getfixturevalue("portable")
+def test_a_mixer_allocates_what_is_said(cupy, monkeypatch, kernels, ranks, keep):
     comm = Mirror() if ranks > 1 else thdattn.comm.init("single")
     mixer = thdattn.Mamba2Mixer(comm, 8, 64, 128, engine="cuda", keep_activations=keep)
     shape, batch = mixer._shape, PackedBatch.from_lengths([700, 31, 2900, 5000], multiple=2)
