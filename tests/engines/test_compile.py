@@ -259,8 +259,8 @@ def test_other_mixer_backward_kernels_fit_and_do_not_spill(arch, others):
     widths = [width for width in MIXER_SIZES["conv_width"] if (width != 4) == others]
     convs = [instance("thd_mixer_conv_bwd", "bfloat16", width) for width in widths]
     convs.append(instance("thd_mixer_conv_bwd", "float16", 4))
-    of_dtypes = [instance(kernel, dtype) for kernel in ("thd_mixer_gate_bwd", "thd_mixer_add_halos")
-                 for dtype in ("float16", "bfloat16")]  # fmt: skip
+    names = "thd_mixer_gate_bwd", "thd_mixer_add_halos", "thd_mixer_clear_dt", "thd_mixer_add_copies"
+    of_dtypes = [instance(name, dtype) for name in names for dtype in ("bfloat16", "float16")]
     compile_all([*convs, *of_dtypes, ("thd_mixer_sum", 0)], arch)
 
 

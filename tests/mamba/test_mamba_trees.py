@@ -1,18 +1,25 @@
-"""A mixer over prefix trees on the NumPy engine: what the oracle gives for the unrolled paths, one by one."""
+"""A mixer over prefix trees: what the oracle gives for the unrolled paths, one by one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from cases import to_host
 from mixer_cases import (
     BFLOAT16,
     FIELDS,
     FLOAT16,
     FLOAT32,
     FLOAT64,
+    GPU_SIZES,
     SIZES,
     Case,
     assert_equal,
+    assert_same_bits,
+    check_gradients,
     random_inputs,
     run,
     truth,
@@ -20,9 +27,13 @@ from mixer_cases import (
 from tree_cases import MIXED, TREES, random_case, unrolled
 
 import thdattn
-from thdattn.mamba import oracle
+from thdattn.mamba import oracle, trees
 from thdattn.mamba.oracle import Norm, Sizes
+from thdattn.mamba.segments import segment_rows
 from thdattn.oracle import judge
+
+# Nodes of several segments, and segments of several chunks.
+LONG = replace(MIXED, name="trees-of-segments", lengths=(700, 300, 0, 650, 64, 500), parents=(-1, 0, 1, 1, 0, -1))
 
 
 def mixer_case(trees, **options):
@@ -81,14 +92,118 @@ def test_the_attention_beside_it_has_the_same_plan():
     zxbcdt, weights, _ = random_inputs(case, FLOAT64)
     out, _ = mixer.forward(zxbcdt, weights, plan)
     np.testing.assert_array_equal(out, mixer.forward(zxbcdt, weights, mixer.plan(case.batch))[0])
-    assert mixer.memory(case.batch).work > 0
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_memory_says_what_is_kept_and_shared(keep):
+    case = mixer_case(MIXED, norm=Norm(True, 2))
+    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, keep_activations=keep)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    plan, memory = mixer.plan(case.batch), mixer.memory(case.batch)
+    out, saved = mixer.forward(zxbcdt, weights, plan)
+    gradients, dweights = mixer.backward(dout, saved)
+    kept = saved.kept
+    assert memory["zxbcdt"] == zxbcdt.nbytes == gradients.nbytes == memory["dzxbcdt"] and memory["out"] == out.nbytes
+    assert memory["y"] == kept.y.nbytes > out.nbytes and memory["states"] == kept.states.nbytes
+    assert ("activations" in memory.saved) == keep and memory["dweights"] == sum(x.nbytes for x in dweights)
+    plans = plan, trees._nodes(mixer._layer, plan).plan
+    arrays = {id(x): x.nbytes for each in plans for x in vars(each.arrays).values() if hasattr(x, "nbytes")}
+    assert memory["plan"] == sum(arrays.values())
+    elsewhere = memory["plan"] + (0 if keep else memory["activations"])
+    assert memory.work - elsewhere == sum(x.nbytes for each in plans for x in each.workspace.arrays())
+
+
+@pytest.mark.parametrize(("lengths", "parents", "rows", "total"), [
+    ((4096, 2048, 2048), (-1, -1, -1), 2048, 8192),
+    ((4096, 2045, 1), (-1, 0, 0), 1024, 7168),  # with 3 copies the last one takes a segment too
+    ((64, 61, 62), (-1, 0, 0), 64, 256),
+    ((0, 64), (-1, 0), 64, 64),  # nothing is above it
+    ((), (), 2048, 0),
+])  # fmt: skip
+def test_nodes_get_whole_segments_that_are_as_long_as_pays(lengths, parents, rows, total):
+    layer = SimpleNamespace(engine=SimpleNamespace(mixer_segment_rows=2048), shape=SimpleNamespace(reach=3))
+    batch, _ = trees._with_whole_segments(thdattn.PackedBatch.from_trees(lengths, parents), layer)
+    assert batch.total_rows == total and segment_rows(SimpleNamespace(batch=batch), 2048) == rows
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+
+OTHER_SIZES = [
+    {"sizes": Sizes(8, 64, 64, 8)}, {"sizes": Sizes(16, 64, 128, 2), "norm": Norm(True, 2)},
+    {"sizes": Sizes(8, 64, 256, 1)}, {"sizes": Sizes(8, 128, 128, 1), "norm": Norm(False, 1)},
+    *({"conv_width": width} for width in (1, 2, 8)),
+]  # fmt: skip
+EACH = pytest.mark.parametrize("engine", ["cuda", "portable"], indirect=True)
+
+
+def check_on_gpu(engine, trees, dtype=BFLOAT16, keep_activations=True, **options):
+    case = mixer_case(trees, **{"sizes": GPU_SIZES, **options})
+    made = run(case, 1, dtype, xp=engine.xp, keep_activations=keep_activations)
+    verdict = judge(made["out"], truth(case, dtype).out, truth(case, dtype, dtype).out)
+    assert made["out"].dtype == dtype and verdict.good, verdict
+    check_gradients(case, dtype, made)
+
+
+@pytest.mark.gpu
+@EACH
+@pytest.mark.parametrize("trees", [*TREES, LONG, *map(random_case, range(4))], ids=str)
+def test_trees_on_gpus_err_as_plain_maths_does(engine, trees):
+    check_on_gpu(engine, trees)
+
+
+@pytest.mark.gpu
+@EACH
+@pytest.mark.parametrize("options", OTHER_SIZES, ids=str)
+def test_other_sizes_and_norms_on_gpus(engine, options):
+    check_on_gpu(engine, MIXED, **options)
+
+
+@pytest.mark.gpu
+@EACH
+@pytest.mark.parametrize("trees", [MIXED, LONG], ids=str)
+def test_float16_and_activations_that_are_not_kept_on_gpus(engine, trees):
+    check_on_gpu(engine, trees, FLOAT16, keep_activations=False)
+
+
+@pytest.mark.gpu
+@EACH
+def test_replays_on_gpus_give_the_bits_of_calls(engine):
+    cupy, case = engine.xp, mixer_case(LONG, sizes=GPU_SIZES)
+    inputs = random_inputs(case, BFLOAT16)
+    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        zxbcdt, dout = (cupy.asarray(x.view(np.uint16)) for x in inputs[::2])
+        weights, plan = thdattn.Mamba2Weights(*map(cupy.asarray, inputs[1])), mixer.plan(case.batch)
+
+        def step():
+            out, saved = mixer.forward(zxbcdt.view(BFLOAT16), weights, plan)
+            gradient, dweights = mixer.backward(dout.view(BFLOAT16), saved)
+            return out, gradient, *dweights
+
+        step()
+        stream.synchronize()
+        stream.begin_capture()
+        captured = step()
+        graph = stream.end_capture()
+    for seed in (1, 2):
+        changed = random_inputs(case, BFLOAT16, seed)
+        for there, x in ((zxbcdt, changed[0]), (dout, changed[2])):
+            there.set(np.where(case.valid[:, None], x, BFLOAT16.type(np.nan)).view(np.uint16), stream)
+        graph.launch(stream)
+        stream.synchronize()
+        replayed = {field: to_host(x) for field, x in zip(FIELDS, captured, strict=True)}
+        assert_same_bits(replayed, run(case, 1, BFLOAT16, (changed[0], inputs[1], changed[2]), xp=cupy))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_several_ranks_and_caches_refuse_trees():
     case = mixer_case(MIXED)
 
     def program(comm):
-        with pytest.raises(ValueError, match=r"batch has trees, and the mixer 2 ranks .* wanted one rank and engine"):
+        with pytest.raises(ValueError, match=r"batch has trees .* and the mixer 2 ranks, wanted one rank"):
             case.mixer(comm, FLOAT64).plan(case.batch)
 
     thdattn.comm.run_local(2, program)

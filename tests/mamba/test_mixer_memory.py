@@ -137,7 +137,8 @@ def test_grids_have_room_for_rows(launches, rows):
     from thdattn.mamba.cuda import backward, forward
 
     shape = MixerShape(*GPU_SIZES, 4, BFLOAT16)
-    plan = SimpleNamespace(local_rows=rows, cp_rank=0, cp_size=1, key_ranges=None, memoize=lambda key, make: make())
+    plan = SimpleNamespace(local_rows=rows, cp_rank=0, cp_size=1, key_ranges=None, memoize=lambda key, make: make(),
+                           batch=SimpleNamespace(trees=None))
     plan.arrays, plan.workspace = plan, SimpleNamespace(array=lambda buffer: None)
     tiles = {forward._conv(plan, shape, column).grid: 256 for column in (0, shape.d_inner)}
     tiles |= {backward._conv_bwd(plan, shape)[0].grid: 64}

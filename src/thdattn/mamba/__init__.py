@@ -9,12 +9,15 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from thdattn.engines import Array, Engine
 
 if TYPE_CHECKING:
     from thdattn.mamba import cuda, reference
     from thdattn.mamba.cache import Mamba2Cache
-    from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
+    from thdattn.mamba.shape import Activations, Copies, Inputs, Mamba2Weights, MixerShape
     from thdattn.plan.plan import Plan
     from thdattn.plan.workspace import Buffer
 
@@ -79,6 +82,13 @@ class MixerEngine(Protocol):
     ) -> tuple[Mamba2Weights, Array]: ...
 
     def mixer_add_halos(self, halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None: ...
+
+    # Prefix trees.
+    def mixer_table(self, table: NDArray[np.int32]) -> Array: ...
+
+    def mixer_clear_dt(self, zxbcdt: Array, rows: Array, shape: MixerShape) -> None: ...
+
+    def mixer_add_copies(self, gradients: Array, copies: Copies, shape: MixerShape, dzxbcdt: Array) -> None: ...
 
     # Decoding.
     def mixer_decode(

@@ -26,7 +26,7 @@ DECODE_CHANNELS = 512  # columns of x, B and C per thread block of those that ha
 DECODE_ROWS = 16  # of a head's state per thread block of thd_mixer_decode
 FILL_COLUMNS = 64  # columns of x per thread block of thd_mixer_fill; kFillColumns
 FOLD_THREADS = 256  # kFoldThreads of kernels/mamba/scan.cu
-MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter")
+MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter", "thd_ssd_fold_trees")
 
 # Sizes that have kernels. Rows of zxbcdt are read 16 bytes at a time, hence the multiple of 8 heads.
 MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9),

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
+from thdattn.mamba.segments import segment_rows
 from thdattn.mamba.shape import Inputs
 from thdattn.plan.memory import Memory, largest_windows
 from thdattn.plan.workspace import Buffer, bytes_by_name, total_bytes
@@ -58,10 +59,13 @@ class Layer(NamedTuple):
     keep: bool = True
 
 
-def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tuple[Any, Kept]:
+def forward(
+    layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, out: Any = None
+) -> tuple[Any, Kept]:
     """Compute out of this rank's rows, and what the backward needs; see Mamba2Mixer.
 
     zxbcdt, weights: the engine's arrays.
+    out: the array to write; None: a new one.
     """
     engine, comm, shape, keep = layer
     halo = engine.mixer_tail(zxbcdt, plan, shape)
@@ -71,7 +75,8 @@ def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tu
         halo = engine.mixer_halo(tails, plan, shape)
     inputs = Inputs(zxbcdt, weights, plan, shape, halo)
     act, states, decays = engine.mixer_conv_states(inputs, keep)
-    y, out = (plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
+    y = plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype)
+    out = plan.engine.empty(y.shape, y.dtype) if out is None else out
     _pass_states(layer, plan, states, decays,
                  lambda segments: engine.mixer_scan(inputs, act, states, segments, y, out))
     if shape.norm:
@@ -83,7 +88,7 @@ def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tu
 def memory(layer: Layer, plan: Plan) -> Memory:
     """Return the bytes that forward and backward allocate for a mixer with this plan, which needs no arrays."""
     engine, comm, shape, keep = layer
-    rows, segments = plan.local_rows, -(-plan.local_rows // engine.mixer_segment_rows)
+    rows, segments = plan.local_rows, -(-plan.local_rows // segment_rows(plan, engine.mixer_segment_rows))
     zxbcdt = Buffer("zxbcdt", (rows, shape.columns), shape.dtype)
     work, backward = engine.mixer_forward_buffers(plan, shape), engine.mixer_backward_buffers(plan, shape)
     saved = [zxbcdt, *[Buffer(name, (rows, shape.d_inner), shape.dtype) for name in ("out", "y")],
@@ -115,13 +120,15 @@ def activations(engine: MixerEngine, inputs: Inputs, kept: Kept) -> Activations:
 
 
 def backward(
-    layer: Layer, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept
+    layer: Layer, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, dzxbcdt: Any = None
 ) -> tuple[Any, Mamba2Weights]:
     """Return the gradients of forward: dzxbcdt of this rank's rows, and their partial sums of the weights' gradients.
+
+    dzxbcdt: the array to write; None: a new one.
     """
     engine, comm, shape, _ = layer
     inputs, states = Inputs(zxbcdt, weights, plan, shape, kept.halo), kept.states
-    dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype)
+    dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype) if dzxbcdt is None else dzxbcdt
     act, gradients = activations(engine, inputs, kept), engine.mixer_gradients(plan, shape)
     dy, dstates, decays = engine.mixer_gate_states(inputs, act, kept.y, dout, dzxbcdt, gradients)
     _pass_states(layer, plan, dstates, decays,

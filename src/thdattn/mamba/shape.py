@@ -178,3 +178,16 @@ class Activations(NamedTuple):
     dt: Any
     sums: Any
     leave: Any = None
+
+
+class Copies(NamedTuple):
+    """Rows that have copies at other places, as int32 arrays of an engine.
+
+    rows: (num_rows,), each once.
+    begins: (num_rows + 1,), the copies of rows[i] are places[begins[i] : begins[i + 1]].
+    places: (number of copies,).
+    """
+
+    rows: Any
+    begins: Any
+    places: Any

@@ -29,13 +29,21 @@ from thdattn.mamba.configs import (
     portable_walk,
     walk_for,
 )
-from thdattn.mamba.cuda.forward import boxes_of, chunks_of, grid_of_rows, memoized, segments_of, size_of
+from thdattn.mamba.cuda.forward import (
+    boxes_of,
+    chunks_of,
+    grid_of_rows,
+    memoized,
+    segment_chunks,
+    segments_of,
+    size_of,
+)  # fmt: skip
 from thdattn.mamba.cuda.norm import norm_bwd
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import FLOAT32, Buffer
 
-_AT_ONCE = 8  # segments with states at every chunk in memory at a time; enough to fill the largest GPUs
+_AT_ONCE = 8 * SEGMENT_CHUNKS  # chunks with states in memory at a time; enough to fill the largest GPUs
 
 
 class Gradients(NamedTuple):
@@ -86,7 +94,7 @@ def _gradient_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
 
 def _chunk_buffers(plan: Plan, shape: MixerShape) -> tuple[Buffer, Buffer]:
     """Declare the states at every chunk and their scales, forward and then backward."""
-    kept = 2 * min(chunks_of(plan), _AT_ONCE * SEGMENT_CHUNKS)
+    kept = 2 * min(chunks_of(plan), _AT_ONCE)
     return (Buffer("states at chunks", (kept, *shape.state), shape.dtype),
             Buffer("scales of states", (kept, shape.num_heads, _slices(shape)), FLOAT32))
 
@@ -104,7 +112,7 @@ def _splits(chunks: int, shape: MixerShape) -> int:
     """Return how many parts the heads of a group are split into, so that every multiprocessor has work."""
     gpu, heads = launch.this_gpu(), shape.num_heads // shape.num_groups
     wanted = _tile(shape).blocks * gpu.multiprocessors * 3 // 4
-    of_split = min(chunks, _AT_ONCE * SEGMENT_CHUNKS) * shape.num_groups
+    of_split = min(chunks, _AT_ONCE) * shape.num_groups
     enough = (s for s in range(1, heads + 1) if heads % s == 0 and s * of_split >= wanted)
     return next(enough, heads)
 
@@ -185,8 +193,9 @@ def mixer_bwd(
 ) -> None:
     """Compute the gradients of mixer_scan for some segments, a few at a time. See reference.mixer_bwd."""
     first, end, _ = segments.indices(len(states))
-    for begin in range(first, end, _AT_ONCE):
-        count = min(_AT_ONCE, end - begin)
+    most = _AT_ONCE // segment_chunks(inputs.plan)
+    for begin in range(first, end, most):
+        count = min(most, end - begin)
         run = _bwd(inputs.plan, inputs.shape, count, begin + count == len(states))
         run(act, dy, states, dstates, inputs.weights, gradients, begin)
 
@@ -197,8 +206,8 @@ def _bwd(plan: Plan, shape: MixerShape, segments: int, last: bool) -> Callable[.
 
     last: True for the last segments, the last of which may have fewer chunks.
     """
-    most, fewer = segments * SEGMENT_CHUNKS, -chunks_of(plan) % SEGMENT_CHUNKS if last else 0
-    chunks, dtype, size = most - fewer, shape.dtype.name, size_of(plan, shape)
+    of_segment, dtype, size = segment_chunks(plan), shape.dtype.name, size_of(plan, shape)
+    chunks = segments * of_segment - (-chunks_of(plan) % of_segment if last else 0)
     kept, scales = map(plan.workspace.array, _chunk_buffers(plan, shape))
     walk, tile, splits = _walk(shape), _tile(shape), _splits(chunks_of(plan), shape)
     grid = segments, shape.d_inner // walk.columns, _slices(shape)
@@ -215,7 +224,7 @@ def _bwd(plan: Plan, shape: MixerShape, segments: int, last: bool) -> Callable[.
         for walks, of in ((forward, states), (back, dstates)):
             walks(*rows, act.sums, act.leave, ranges, of, np.int32(begin))
         main(*_rows(tile.by_boxes, act.channels, dy), kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
-             into.dx, into.dbc, into.ddt, *_partials_of(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
+             into.dx, into.dbc, into.ddt, *_partials_of(into, "A_log", shape), np.int32(begin * of_segment))
 
     return run
 

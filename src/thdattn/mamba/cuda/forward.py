@@ -31,7 +31,9 @@ from thdattn.mamba.configs import (
     segments_of_block,
     slab_for,
 )
+from thdattn.mamba.cuda.trees import starts
 from thdattn.mamba.reference.conv import halo_rows
+from thdattn.mamba.segments import segment_rows
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import FLOAT32, Buffer
@@ -40,7 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 mixer_segment_rows = CHUNK * SEGMENT_CHUNKS
-_FOLD, _START, _ENTER = MIXER_KERNELS
+_FOLD, _START, _ENTER, _FOLD_TREES = MIXER_KERNELS
 _MOST_OF_Y = 2**16 - 1  # thread blocks of a grid in y
 
 
@@ -60,18 +62,23 @@ def chunks_of(plan: Plan) -> int:
 
 def segments_of(plan: Plan) -> int:
     """Return the number of segments of this rank's rows."""
-    return -(-plan.local_rows // mixer_segment_rows)
+    return -(-chunks_of(plan) // segment_chunks(plan))
+
+
+def segment_chunks(plan: Plan) -> int:
+    """Return the number of chunks of a segment."""
+    return segment_rows(plan, mixer_segment_rows) // CHUNK
 
 
 def size_of(plan: Plan, shape: MixerShape) -> Any:
     """Return the MixerSize of this rank."""
-    return mixer_size(plan.local_rows, shape, plan.cp_rank * plan.local_rows)
+    return mixer_size(plan.local_rows, shape, plan.cp_rank * plan.local_rows, segment_chunks(plan))
 
 
-def mixer_size(num_rows: int, shape: MixerShape, offset: int = 0) -> Any:
-    """Return a MixerSize; offset: the number of a row in the pack minus its number here."""
+def mixer_size(num_rows: int, shape: MixerShape, offset: int = 0, chunks: int = SEGMENT_CHUNKS) -> Any:
+    """Return a MixerSize; offset: the number of a row in the pack minus its number here; chunks: of a segment."""
     sizes = shape.num_heads, shape.head_dim, shape.num_groups, shape.state_dim
-    return np.array((num_rows, offset, *sizes, SEGMENT_CHUNKS), MIXER_SIZE)[()]
+    return np.array((num_rows, offset, *sizes, chunks), MIXER_SIZE)[()]
 
 
 def grid_of_rows(blocks: int, tiles: int) -> tuple[int, int, int]:
@@ -235,7 +242,11 @@ def _states(plan: Plan, shape: MixerShape, convolves: bool) -> tuple[Array, Laun
 def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Turn what segments add into the states in front of them, in place. See reference.mixer_fold."""
     summary = plan.workspace.array(_summary(shape))
-    _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
+    if plan.has_trees:  # they end on this rank, so that no other rank needs a summary
+        tables = starts(plan, segment_rows(plan, mixer_segment_rows))
+        _walk(_FOLD_TREES, (states, decays, tables), range(len(states)), shape.state, reverse)
+    else:
+        _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
     return summary
 
 
@@ -278,7 +289,8 @@ def mixer_scan(inputs: Inputs, act: Activations, states: Array, segments: slice,
 def _scan(plan: Plan, shape: MixerShape, first: int, end: int) -> tuple[bool, Launch]:
     slab, count = _slab(shape), end - first
     slabs = shape.d_inner // slab.columns
-    of_block = segments_of_block(count, slabs, launch.this_gpu().multiprocessors)
+    # Behind a segment of trees, the next one in memory may start from another state.
+    of_block = 1 if plan.has_trees else segments_of_block(count, slabs, launch.this_gpu().multiprocessors)
     segments = np.array((first, count, of_block), SEGMENTS)[()]
     kernel = compiler.kernel(*slab.scan_kernel(shape.dtype.name, gates=shape.norm is None))
     fixed = segments, plan.key_ranges, size_of(plan, shape)

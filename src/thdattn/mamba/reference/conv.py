@@ -26,7 +26,6 @@ from thdattn.mamba.reference.ssd import (
     valid_rows,
 )  # fmt: skip
 from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
-from thdattn.plan.node_table import node_table, rows_before
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
 from thdattn.spans import on_host
@@ -127,11 +126,7 @@ def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tupl
     extended = np.zeros((reach + num_rows, shape.channels), slopes.dtype)
     conv_weight = np.empty(weights.conv_weight.shape, slopes.dtype)
     for tap, there, place, rows in _taps(inputs):
-        share = np.where(there, dpre * weights.conv_weight[:, tap], 0)
-        if isinstance(place, slice):
-            extended[place] += share
-        else:
-            np.add.at(extended, place, share)  # children of one fork read the same rows
+        extended[place] += np.where(there, dpre * weights.conv_weight[:, tap], 0)
         conv_weight[:, tap] = _sum_of_rows(dpre * rows)
     dxbc[...] = extended[reach:].astype(dxbc.dtype)
 
@@ -166,26 +161,21 @@ def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dz
     shape.parts(dzxbcdt)[1][num_rows - count :] = total[reach - count :].astype(dzxbcdt.dtype)
 
 
-def _taps(inputs: Inputs) -> Iterator[tuple[int, Array, slice | Array, Array]]:
+def _taps(inputs: Inputs) -> Iterator[tuple[int, Array, slice, Array]]:
     """Yield every column of conv_weight and, for all rows, the row of the sequence that it multiplies.
 
     Yields:
         tap: the column.
         there: (local_rows, 1) bool, False where the sequence has no such row.
-        place: its places behind the halo; in trees, where several rows may read one, an array, and any place where
-            there is none.
+        place: its places behind the halo.
         rows: (local_rows, channels), its numbers; 0 where there is none.
     """
     zxbcdt, _, plan, shape, halo = inputs
     first, rows = first_rows(plan)[:, None], np.arange(plan.local_rows)[:, None]
     extended = np.concatenate([halo, shape.parts(zxbcdt)[1]]).astype(shape.sum_dtype)
     for tap in range(shape.conv_width):
-        distance, place = shape.reach - tap, slice(tap, tap + len(rows))
-        there = first <= rows - distance
-        if plan.batch.trees is not None:
-            before = rows_before(node_table(plan.batch), rows[:, 0], distance, len(rows))
-            there = (before < len(rows))[:, None]
-            place = shape.reach + np.minimum(before, len(rows) - 1)
+        place = slice(tap, tap + len(rows))
+        there = first <= rows - shape.reach + tap
         yield tap, there, place, np.where(there, extended[place], 0)
 
 

@@ -27,11 +27,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from thdattn.mamba.segments import segments_before
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
 from thdattn.spans import on_host
-from thdattn.trees import Trees
 
 Array = NDArray[Any]
 
@@ -176,8 +176,8 @@ def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reve
         (1, summary), all segments as one: the state behind (reverse: the gradient of the state in front), then the
             decays.
     """
-    if plan.batch.trees is not None:
-        return _fold_trees(states, decays, plan.batch.trees, shape, reverse)
+    if plan.has_trees:
+        return _fold_trees(states, decays, plan, shape, reverse)
     state, through = np.zeros(shape.state, states.dtype), np.ones(shape.num_heads, states.dtype)
     for segment in reversed(range(len(states))) if reverse else range(len(states)):
         own = states[segment].copy()
@@ -187,15 +187,13 @@ def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reve
     return np.concatenate([state.ravel(), through])[None]
 
 
-def _fold_trees(states: Array, decays: Array, trees: Trees, shape: MixerShape, reverse: bool) -> Array:
+def _fold_trees(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool) -> Array:
     """Fold the segments of trees whose nodes begin segments: each continues the one before it on its path.
 
     Returns:
         (1, summary), zeros, as trees end on their rank.
     """
-    first = np.arange(len(states)) * CHUNK
-    node = trees.node_of(first)
-    before = np.where(trees.nodes[node] == first, trees.before[node], first - 1) // CHUNK  # -1: there is none
+    before = segments_before(plan, CHUNK)
     own = states.copy()
     if reverse:
         states[...] = 0

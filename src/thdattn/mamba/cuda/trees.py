@@ -1,0 +1,49 @@
+"""Launchers for prefix trees in the Mamba-2 mixer: rows that hold no token, copies, and states in front of segments.
+
+Arguments are those of thdattn.mamba.reference.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.engines.cuda import launch
+from thdattn.engines.cuda.launch import Array
+from thdattn.jit import compiler
+from thdattn.kernels.instances import instance
+from thdattn.mamba.configs import CONV_BACK_COLUMNS
+from thdattn.mamba.segments import segments_before
+from thdattn.mamba.shape import Copies, MixerShape
+from thdattn.plan.plan import Plan
+
+
+def mixer_table(table: NDArray[np.int32]) -> Array:
+    """Upload a table; see reference.mixer_table."""
+    return launch.upload(table)
+
+
+def mixer_clear_dt(zxbcdt: Array, rows: Array, shape: MixerShape) -> None:
+    """Set dt of some rows, before softplus, to -inf; see reference.mixer_clear_dt."""
+    ints = np.int32(shape.columns), np.int32(shape.num_heads)
+    compiler.kernel(*instance("thd_mixer_clear_dt", shape.dtype.name))((len(rows),), 128, (zxbcdt, rows, *ints))
+
+
+def mixer_add_copies(gradients: Array, copies: Copies, shape: MixerShape, dzxbcdt: Array) -> None:
+    """Add the gradients of copies of rows to those of the rows; see reference.mixer_add_copies."""
+    grid = len(copies.rows), -(-shape.channels // CONV_BACK_COLUMNS)
+    ints = map(np.int32, (shape.columns, shape.d_inner, shape.channels))
+    compiler.kernel(*instance("thd_mixer_add_copies", shape.dtype.name))(
+        grid, 128, (gradients, dzxbcdt, *copies, *ints))
+
+
+def starts(plan: Plan, rows: int) -> Array:
+    """Return the struct Start of kernels/mamba/trees.cu for every segment of so many rows, (segments, 2) int32."""
+    return plan.memoize("starts of segments", lambda: launch.upload(_starts(plan, rows)))
+
+
+def _starts(plan: Plan, rows: int) -> NDArray[np.int32]:
+    before = segments_before(plan, rows)
+    own = np.arange(len(before))
+    first = np.where(before == own - 1, own, np.where(before < 0, -1, before + 1))
+    return np.stack([first, np.isin(own, first[first != own])], axis=1).astype(np.int32)
