@@ -28,7 +28,7 @@ OWN = ("deterministic", "gpu_lengths", "portable")  # peers that are this packag
 ORDER = (*OWN, "fa4", "varlen", "cudnn")  # of peers in tables and plots, whichever was measured first
 
 
-def provenance(ranks: int = 1) -> Row:
+def provenance(ranks: int) -> Row:
     """Return the first columns of a row: date, GPU, driver, CUDA, kernel sources and command."""
     import cupy
 

@@ -370,7 +370,7 @@ def check_padding(outcome: Outcome) -> None:
         np.testing.assert_array_equal(max_logit, outcome.max_logits[0], err_msg=f"max_logit of rank {rank}")
 
 
-def check_long(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
+def check_long(case: Case, dtype: Any, outcome: Outcome) -> None:
     """`check` of a causal case whose first document is too long for the oracle: samples of it, the others whole.
 
     A sampled query row is computed by itself. A sampled key needs lse and out of every later row; those are the
@@ -378,7 +378,7 @@ def check_long(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
     """
     check_padding(outcome)
     length, batch = case.lengths[0], thdattn.PackedBatch(offsets(case.lengths[1:]))
-    inputs = random_inputs(case, dtype, seed)
+    inputs = random_inputs(case, dtype)
     edges = [0, 1, 63, 64, 127, 128, length // 2 - 1, length // 2, length - 1]
     picks = np.unique(np.append(edges, np.random.default_rng(len(case.lengths)).integers(0, length, 40)))
     rest = slice(length, None)

@@ -263,11 +263,11 @@ def test_hiding_changes_no_bit(cupy, monkeypatch, kernels, case, deterministic):
             assert hidden[field].tobytes() == shown[field].tobytes(), field
 
 
-def plan_and_inputs(cupy, dims, cp_rank=0):
+def plan_and_inputs(cupy, dims):
     """A plan with tiles of either kind, q, keys, values and dout; and which rows of queries and keys are foreign."""
     cuda = importlib.import_module("thdattn.engines.cuda")
     sharding, tiles = Sharding(PackedBatch.from_lengths(LENGTHS), 2, "balanced"), cuda.tiles(*dims)
-    plan = plan_with(cuda, sharding, cp_rank, (-1, 0), tiles, dims=dims)
+    plan = plan_with(cuda, sharding, 0, (-1, 0), tiles, dims=dims)
     rng = np.random.default_rng(0)
     shapes = [(rows, heads, width) for rows, heads, width in (
         (plan.local_rows, 8, dims[0]), (plan.key_rows, 2, dims[0]), (plan.key_rows, 2, dims[1]),

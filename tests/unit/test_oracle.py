@@ -287,9 +287,9 @@ def test_fused_baseline_rounds_operands_and_results_once():
     np.testing.assert_allclose(result.lse[0], np.log(total[:, 0]) + scores.max(axis=1), rtol=1e-6)
 
 
-def judged(head_dim=32, dtype=ml_dtypes.bfloat16):
+def judged(dtype=ml_dtypes.bfloat16):
     """The truth over a document of 64 tokens."""
-    inputs = [x.astype(dtype) for x in random_document(64, head_dim=head_dim, v_head_dim=16)]
+    inputs = [x.astype(dtype) for x in random_document(64, head_dim=32, v_head_dim=16)]
     return inputs, oracle.truth(batch_of([64], [64]), *inputs)
 
 
