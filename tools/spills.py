@@ -19,7 +19,7 @@ from thdattn.kernels import configs
 from thdattn.kernels.configs import TILES, Tiles
 from thdattn.kernels.instances import Instance
 
-SHARED_BYTES = {"sm_80": 166912, "sm_90a": 232448, "sm_120": 101376}  # that a thread block may ask for
+SHARED_BYTES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}  # of a thread block
 
 
 class Verdict(NamedTuple):
@@ -36,8 +36,9 @@ def candidate(head_dim: int, v_head_dim: int, arch: str) -> Tiles:
         ValueError: the copy's tile sizes do not divide these head dims.
     """
     nearest = min(TILES, key=lambda dims: (abs(dims[0] - head_dim) + abs(dims[1] - v_head_dim), -dims[0], -dims[1]))
-    portable = () if arch == "sm_90a" else TILES[nearest].backward
-    row = replace(TILES[nearest], head_dim=head_dim, v_head_dim=v_head_dim, backward=portable)
+    row = TILES[nearest].on(arch)
+    portable = () if arch == "sm_90a" else row.backward
+    row = replace(row, head_dim=head_dim, v_head_dim=v_head_dim, backward=portable)
     missing = row.wgmma_columns.difference(configs.WGMMA_COLUMNS)
     if missing:
         configs.WGMMA_COLUMNS = sorted(missing.union(configs.WGMMA_COLUMNS))

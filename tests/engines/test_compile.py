@@ -93,7 +93,7 @@ def compile_all(kernels: list[tuple[str, int]], arch: str, most_spilled: int = 0
 
 def attention_kernels(tiles: Tiles, arch: str) -> list[Instance]:
     """Return the kernels that a GPU runs: on Hopper its own, and the portable ones that it also needs."""
-    portable = tiles.portable_kernels(ARCHITECTURES[arch])
+    portable = tiles.on(arch).portable_kernels(ARCHITECTURES[arch])
     if arch != "sm_90a":
         return portable
     left = "thd_attn_delta", "thd_attn_round"
@@ -103,11 +103,10 @@ def attention_kernels(tiles: Tiles, arch: str) -> list[Instance]:
 def most_spilled(arch: str, dims: tuple[int, int], caps: bool = False) -> int:
     """Return the bytes that may spill: with float32 gradients, 192/128 has a few words on the stack.
 
-    256/256 with capped logits also has some, used once per key tile. Fewer registers would cost more. So have the
-    portable backward of 64/64 and the forward of 128/128 on sm_100.
+    256/256 with capped logits also has some, used once per key tile. Fewer registers would cost more.
     """
     if arch != "sm_90a":
-        return {(64, 64): 24, (128, 128): 36}.get(dims, 0) if arch == "sm_100" else 0
+        return 0
     return {(192, 128): 32, (256, 256): 56 * caps}.get(dims, 0)
 
 

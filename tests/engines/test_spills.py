@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 from launch import SOURCE
@@ -48,3 +49,5 @@ def test_a_head_dim_that_kernels_can_have_is_judged_by_its_resources():
 
 def test_a_head_dim_of_the_table_keeps_its_row():
     assert spills.candidate(192, 128, "sm_80") == configs.TILES[192, 128]
+    on_sm100 = spills.candidate(128, 128, "sm_100")
+    assert on_sm100 == replace(configs.TILES[128, 128], forward=on_sm100.forward) != configs.TILES[128, 128]

@@ -8,7 +8,7 @@ that number as a constant, and the compiler compares it with the struct.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thdattn.kernels.instances import PLAIN, Instance, Kind, instance
 
@@ -224,7 +224,9 @@ class BackwardByGradientSm90:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """All tile sizes of one head dim. Of `backward`, the first choice that fits the GPU's shared memory is used."""
+    """All tile sizes of one head dim. Of `backward`, the first choice that fits the GPU's shared memory is used.
+    On GPUs of compute capability 10.x, forward_sm100 and backward_sm100 replace those of other GPUs, if there are any.
+    """
 
     head_dim: int
     v_head_dim: int
@@ -234,6 +236,14 @@ class Tiles:
     decode: Decode
     forward_sm90: ForwardSm90
     backward_sm90: BackwardSm90 | BackwardSharedDqSm90 | BackwardByGradientSm90
+    forward_sm100: Forward | None = None
+    backward_sm100: tuple[Backward, ...] = ()
+
+    def on(self, arch: str) -> Tiles:
+        """Return the row of a GPU, by NVRTC's name of its architecture."""
+        if not arch.startswith("sm_10"):
+            return self
+        return replace(self, forward=self.forward_sm100 or self.forward, backward=self.backward_sm100 or self.backward)
 
     def __post_init__(self) -> None:
         """Raise ValueError if warps of the portable backward would not have whole fragments of 16 columns."""
@@ -518,6 +528,7 @@ TILES = {
             backward=(Backward(tile_m=128, tile_n=128, column_warps=2, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=1)),
+            backward_sm100=(Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),),  # 128 rows spill
             backward_dq=BackwardDq(tile_n=64, warps=8),
             decode=Decode(warps=4, stages=3, per_multiprocessor=4),
             forward_sm90=ForwardSm90(
@@ -555,6 +566,7 @@ TILES = {
         Tiles(
             head_dim=128, v_head_dim=128,
             forward=Forward(tile_n=64, warps=4, fragments=2, capped_tile_n=32),
+            forward_sm100=Forward(tile_n=48, warps=4, fragments=2, capped_tile_n=32),  # 64 keys spill
             backward=(Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=1),
                       Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1)),

@@ -319,7 +319,7 @@ class _Portable:
     def __init__(self, plan: Plan, spec: _Spec) -> None:
         heads, (dtype, dq_dtype, kv_dtype) = spec.heads, (
             x.name for x in (spec.heads.dtype, spec.dq_dtype, spec.kv_dtype))
-        row = TILES[heads.head_dim, heads.v_head_dim]
+        row = TILES[heads.head_dim, heads.v_head_dim].on(compiler.device_arch())
         accum, most = (dq_accum(plan, n, spec.deterministic) for n in (heads.num_heads, heads.most_heads))
         self._dq_accum, self._kv_dtype = plan.workspace.array(most, accum.shape), spec.kv_dtype
         stats, self._delta = _delta(plan, heads, self._dq_accum)
