@@ -100,9 +100,14 @@ def fail_on_one_rank(comm: thdattn.comm.Comm) -> None:
     print(np.shape(out))
 
 
+SCENARIOS = {
+    "cases": run_cases, "gpu-cases": run_gpu_cases, "bad-input": fail_on_one_rank,
+}  # fmt: skip
+
+
 def main(scenario: str, size: str, transport: str = "") -> None:
     comm = join("nccl" if transport else "mpi", int(size), transport or "auto")
-    {"cases": run_cases, "gpu-cases": run_gpu_cases, "bad-input": fail_on_one_rank}[scenario](comm)
+    SCENARIOS[scenario](comm)
     comm.close()
     print(f"rank {comm.rank} of {comm.size}: {scenario} done", flush=True)
 
