@@ -23,6 +23,7 @@ NAMES = {"ours": "thdattn", "fa4": "FlashAttention-4", "varlen": "FlashAttention
 LOGITS = {"sinks": "sinks", "softcap": "softcap 50", "both": "sinks and softcap 50", "low": "softcap 5"}
 PACKS = "causal", "unrolled"  # that bench_trees.py compares trees with
 RESULTS = ("out", "dq", "dk", "dv")
+PORTABLE = "portable"
 Lines = list[list[str]]
 
 
@@ -94,7 +95,7 @@ def attention(rows: Sequence[Row]) -> list[str]:
            for what in ("forward", "varlen_attention", "plan"))]
         for case in times.cases if measured(times, case, "called")
     ]  # fmt: skip
-    options = [OURS, *(peer for peer in OWN if peer in times.peers)]
+    options = [OURS, *(peer for peer in OWN if peer in times.peers and peer != PORTABLE)]
     own = [[case, *(pair(times.both("tflops", case, peer, "graph")) for peer in options)] for case in times.cases
            if any(measured(times, case, "graph", peer) for peer in options[1:])]  # fmt: skip
     names = [named(peer) for peer in peers]
@@ -106,9 +107,23 @@ def attention(rows: Sequence[Row]) -> list[str]:
          table(["pack", *names, "thdattn / best peer", "forward, µs", "varlen_attention, µs", "new plan, µs"], calls)),
         ("Options of thdattn: TFLOP/s, forward / backward, on the GPU alone.",
          table(["pack", *map(named, options)], own)),
+        ("The portable kernels, which other GPUs than Hopper run, on this GPU: TFLOP/s, forward / backward, on the GPU "
+         "alone, and RMS errors as above. Like FlashAttention-2, they multiply matrices with mma.sync.",
+         table(["pack", PORTABLE, named("varlen"), "portable / FlashAttention-2"], portable(times))),
         ("Two seconds without rest, and rested: TFLOP/s of forward and backward together.",
          table(["pack", *names], sustained(times, peers))),
     ])  # fmt: skip
+
+
+def portable(times: Times) -> Lines:
+    """Return lines with the speeds of the portable kernels and of FlashAttention-2."""
+    lines = []
+    for case in times.cases:
+        ours, theirs = (times.both("tflops", case, peer, "graph") for peer in (PORTABLE, "varlen"))
+        if measured(times, case, "graph", PORTABLE):
+            faster = pair(x / y for x, y in zip(ours, theirs, strict=True))
+            lines.append([case, *(speed_and_error(times, case, peer) for peer in (PORTABLE, "varlen")), faster])
+    return lines
 
 
 def described(parts: Iterable[tuple[str, str]]) -> list[str]:
