@@ -16,6 +16,7 @@ Flags = tuple[NDArray[np.bool_], NDArray[np.bool_]]  # of tiles of queries, and 
 
 _PIECES_OF_A_RUN = 14  # at most, in the arrays of a KeySide together, and one of -1 before each array
 _ARRAYS = 6  # of a KeySide
+_REACHES = 4  # of a window, in a message, for each rank: twice as many as random packs need
 
 
 class BalancedCapacity(NamedTuple):
@@ -64,6 +65,15 @@ class BalancedCapacity(NamedTuple):
         return near & (np.cumsum(near) <= queries), foreign[1] | others
 
 
+    @classmethod
+    def of_any_layout(cls, total_rows: int, cp_size: int, window: Window) -> BalancedCapacity:
+        """Return the capacity of every layout; through a window, of all but rare ones."""
+        local_rows = -(-total_rows // cp_size)
+        reach = sum(window) if min(window) >= 0 else local_rows
+        message_rows = min(local_rows, _REACHES * cp_size * reach)
+        return cls(message_rows, min(total_rows, local_rows + (cp_size - 1) * message_rows))
+
+
 class Mask(NamedTuple):
     """Mask of attentions that can share a plan: a window, and rows per tile of queries and of keys."""
 
@@ -75,21 +85,24 @@ class LayoutSizes(NamedTuple):
     """Sizes of the tables of a rank.
 
     Attributes:
-        capacity: sizes that a layout must fit.
         local_rows: rows that every rank stores.
         max_runs: most runs of rows of a layout, of owners and of key buffers of all ranks together.
-        masks: masks, each once.
+        capacities: masks, each with the sizes that a layout must fit.
     """
 
-    capacity: BalancedCapacity
     local_rows: int
     max_runs: int
-    masks: tuple[Mask, ...]
+    capacities: dict[Mask, BalancedCapacity]
 
     @property
     def num_words(self) -> int:
         """Size of all tables, int32 words."""
-        return 2 * self.num_pieces(1) + sum(2 * self.num_pieces() + sum(self.num_tiles(mask)) for mask in self.masks)
+        return self.first_word(len(self.capacities))
+
+    def first_word(self, number: int) -> int:
+        """Return the first word of a mask's tables, which follow those of the masks before."""
+        before = [*self.capacities][:number]
+        return 2 * self.num_pieces(1) + sum(2 * self.num_pieces() + sum(self.num_tiles(mask)) for mask in before)
 
     def num_pieces(self, num_arrays: int = _ARRAYS) -> int:
         """Return a bound for the pieces of so many arrays of a layout together."""
@@ -97,7 +110,7 @@ class LayoutSizes(NamedTuple):
 
     def num_tiles(self, mask: Mask) -> tuple[int, int]:
         """Return the number of tiles of queries and of keys."""
-        rows = self.local_rows, self.capacity.key_rows
+        rows = self.local_rows, self.capacities[mask].key_rows
         return -(-rows[0] // mask.tiles[0]), -(-rows[1] // mask.tiles[1])
 
 
@@ -129,6 +142,4 @@ class LayoutTables(NamedTuple):
         return self.words[first : first + queries], self.words[first + queries : first + queries + keys]
 
     def _first(self, mask: Mask) -> int:
-        """Return the first word of a mask's tables, which follow those of the masks before."""
-        before = self.sizes.masks[: self.sizes.masks.index(mask)]
-        return self.sizes._replace(masks=before).num_words
+        return self.sizes.first_word([*self.sizes.capacities].index(mask))

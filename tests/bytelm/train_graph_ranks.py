@@ -1,9 +1,10 @@
 """Training with every kind of CUDA graphs against training without, bit for bit, on all ranks of a launcher.
 
-    train_graph_ranks.py FOLDER CP KEEP CP_COMM_TYPE SIZE
+    train_graph_ranks.py FOLDER CP KEEP METHOD SIZE
 
-CP ranks share each micro-batch; KEEP is 1 if forwards keep what has travelled for the backward, else 0; SIZE is the
-model's. Two ranks at most: of more, NCCL may add in another order where a graph has its buffers registered.
+CP ranks share each micro-batch; KEEP is 1 if forwards keep what has travelled for the backward, else 0; METHOD is a
+cp_comm_type, or one with its sharding behind a colon; SIZE is the model's. Two ranks at most: of more, NCCL may add in
+another order where a graph has its buffers registered.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def trainer(**graphs):
 
 with thdattn.comm.init("nccl") as comm:
     cp_size, keep_keys = int(sys.argv[2]), sys.argv[3] == "1"
-    levels = cp_size if "+" in sys.argv[4] else None
-    method = runs.Method(sys.argv[4], SHARDINGS[sys.argv[4]], levels)
+    kind, _, sharding = sys.argv[4].partition(":")
+    method = runs.Method(kind, sharding or SHARDINGS[kind], cp_size if "+" in kind else None)
     config = SIZES[sys.argv[5]]
     batches = runs.batches(Path(sys.argv[1]), 60, 512, cp_size, method.sharding)
     room = max(batch.batch.num_seqs for batch in batches) - 1

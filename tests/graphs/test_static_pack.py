@@ -11,7 +11,7 @@ import pytest
 
 import thdattn
 from thdattn import PackedBatch
-from thdattn.capacity import BalancedCapacity
+from thdattn.capacity import BalancedCapacity, LayoutTables
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack, capture
 
 ROWS = 96
@@ -142,12 +142,14 @@ def test_a_layout_beyond_its_capacity_does_not_fit_on_any_rank():
     def program(comm):
         graphs = Graphs(comm, CudaGraphConfig())
         for wrong, message in ((BalancedCapacity(-1, ROWS), "message_rows is -1, wanted >= 0"),
-                               (BalancedCapacity(8, ROWS, early_keys=-1), "early_keys is -1, wanted >= 0")):
+                               (BalancedCapacity(8, ROWS, early_queries=49), "early_queries is 49, wanted <= 48"),
+                               (BalancedCapacity(8, ROWS, early_keys=-1), "early_keys is -1, wanted >= 0"),
+                               ({(5, 0): BalancedCapacity(8, ROWS)}, r"for the windows \(5, 0\), wanted one for \(-1")):
             with pytest.raises(ValueError, match=message):
                 StaticPack(graphs, [attention(comm)], ROWS, wrong)
         least, most = (StaticPack(graphs, [attention(comm)], ROWS, sharding)
                        for sharding in (BalancedCapacity(8, ROWS), "balanced"))
-        assert most.balanced == (ROWS // 2, ROWS, 0, None)
+        assert most.balanced == {(-1, 0): (ROWS // 2, ROWS, 0, None)}
         assert least.fits([alone]) and not least.fits([split])
         assert most.fits([alone]) and most.fits([split]) and graphs.num_overflows == 1
         with pytest.raises(ValueError, match=r"batch 0 has .* message_rows = 8, the room of the static pack; ask fits"):
@@ -155,6 +157,53 @@ def test_a_layout_beyond_its_capacity_does_not_fit_on_any_rank():
         least.load([alone])
         (plan,) = least.plans()
         assert plan.routes.is_empty and plan.key_rows == 40
+
+    thdattn.comm.run_local(2, program)
+
+
+def test_every_mask_has_a_capacity_of_its_own():
+    """Through a window ranks exchange few rows of a document that they share."""
+    def program(comm):
+        graphs, masks = Graphs(comm, CudaGraphConfig()), [attention(comm), attention(comm, window=(3, 0))]
+        split = PackedBatch([0, ROWS])
+        usual = StaticPack(graphs, masks, ROWS, "balanced")
+        assert usual.balanced == {(-1, 0): (48, ROWS, 0, None), (3, 0): (24, 72, 0, None)}
+        assert usual.fits([split])
+        for rows, fits in ((6, True), (2, False)):
+            capacities = {(-1, 0): BalancedCapacity(48, ROWS), (3, 0): BalancedCapacity(rows, ROWS)}
+            assert StaticPack(graphs, masks, ROWS, capacities).fits([split]) == fits
+
+    thdattn.comm.run_local(2, program)
+
+
+def test_a_pack_that_does_not_fit_writes_nowhere():
+    """Of tables on a GPU, in host memory here, and behind them."""
+    rng, poison = np.random.default_rng(0), -7
+    batches = [PackedBatch.from_lengths(rng.multinomial(ROWS, rng.dirichlet(np.full(n, 0.3))))
+               for n in rng.integers(1, 12, 60)]  # fmt: skip
+
+    def program(comm):
+        pack = StaticPack(Graphs(comm, CudaGraphConfig(max_packed_seqs=8)), [attention(comm)], ROWS,
+                          BalancedCapacity(24, 80))  # fmt: skip
+        size = pack._sizes.num_words
+        words = np.full(2 * pack._slots + size + 100, poison, np.int32)
+        pack._upload = SimpleNamespace(send=lambda parts: np.concatenate(parts, out=words[:-100]))
+        pack._graphs = SimpleNamespace(active=True, config=pack._graphs.config, num_overflows=0)
+        fitting = 0
+        for batch in batches:
+            before = words.copy()
+            if pack.fits([batch]):
+                pack.load([batch])
+                fitting += 1
+                tables = LayoutTables(words[2 * pack._slots : -100], pack._sizes)
+                begins, values = tables.key_side(*pack._sizes.capacities)[0].reshape(2, -1)
+                assert begins[0] == 0 and (np.diff(begins.astype(np.int64)) >= 0).all() and values.min() == -1
+                assert values.max() < ROWS and (words[-100:] == poison).all()
+            else:
+                with pytest.raises(ValueError, match="ask fits"):
+                    pack.load([batch])
+                assert np.array_equal(words, before)
+        assert 5 < fitting < len(batches) - 5
 
     thdattn.comm.run_local(2, program)
 

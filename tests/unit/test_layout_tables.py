@@ -40,7 +40,7 @@ def capacity_of(sharding, masks, extra):
 
 
 def sizes_of(sharding, masks, capacity, max_runs=MAX_RUNS):
-    return LayoutSizes(capacity, sharding.local_rows, max_runs, masks)
+    return LayoutSizes(sharding.local_rows, max_runs, dict.fromkeys(masks, capacity))
 
 
 def expanded(table, size):

@@ -6,16 +6,16 @@ sequences, and padding rows fill the capacity. One copy of its lengths loads a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.arguments import as_count, check_kind
+from thdattn.arguments import INT32_MAX, as_count, check_kind
 from thdattn.attention import CPAttention
 from thdattn.balance import once
-from thdattn.capacity import BalancedCapacity, LayoutSizes, LayoutTables, Mask
+from thdattn.capacity import BalancedCapacity, LayoutSizes, LayoutTables, Mask, Window
 from thdattn.graphs.capture import Graphs
 from thdattn.graphs.upload import Upload
 from thdattn.mamba.mixer import Mamba2Mixer
@@ -41,15 +41,17 @@ class StaticPack:
         attentions: one per mask, all on one comm, of engine "cuda" if graphs are active. A Mamba2Mixer may be one of
             them; beside a causal attention without a window it needs no plan of its own.
         num_rows: rows of every batch, of all ranks together.
-        sharding: as CPAttention.plan takes it; by default that of the first attention. A BalancedCapacity is
-            "balanced" within that capacity; "balanced" alone has room for every layout.
+        sharding: as CPAttention.plan takes it; by default that of the first attention. A BalancedCapacity, or one for
+            the window of each attention, is "balanced" within that capacity. "balanced" alone has room for every
+            layout; through a window, for all but rare ones.
         num_batches: micro-batches that are loaded at once, for a graph of all of them.
         like: a typical batch, from which the kernels choose their order of work; results do not depend on it.
         finite_padding: as CPAttention.plan; without it, every pack is assumed to have padding.
 
     Attributes:
         max_seqs, num_rows, num_batches: the capacity.
-        balanced: what ranks may exchange under the sharding "balanced"; None for another sharding.
+        balanced: for the window of each attention, what ranks may exchange under the sharding "balanced"; empty for
+            another sharding.
 
     Raises:
         TypeError: a count that is no int, graphs of another type, or attentions that are in no list.
@@ -59,7 +61,7 @@ class StaticPack:
 
     def __init__(
         self, graphs: Graphs, attentions: Sequence[Planner], num_rows: int,
-        sharding: str | BalancedCapacity | None = None,
+        sharding: str | BalancedCapacity | Mapping[Window, BalancedCapacity] | None = None,
         num_batches: int = 1, like: PackedBatch | None = None, finite_padding: bool = False,
     ) -> None:  # fmt: skip
         check_kind("graphs", graphs, Graphs, "make Graphs(comm, config)")
@@ -68,7 +70,7 @@ class StaticPack:
         self.max_seqs = config.max_packed_seqs or min(MOST_SEQUENCES, num_rows)
         check_kind("attentions", attentions, Sequence, "pass a list, of one attention too")
         self._graphs, self._attentions = graphs, tuple(attentions)
-        self._strategy = "balanced" if isinstance(sharding, BalancedCapacity) else sharding
+        self._strategy = "balanced" if isinstance(sharding, BalancedCapacity | Mapping) else sharding
         self._finite_padding, self._num_loads = finite_padding, 0
         if not self._attentions:
             raise ValueError("attentions is empty, wanted at least one attention; pass one per mask")
@@ -78,11 +80,11 @@ class StaticPack:
         for attention in self._attentions:
             check_method(attention, self._strategy, config.impl)
         rows = self._shardings[0].local_rows
-        self.balanced = _capacity(sharding, self._shardings[0])
-        if self.balanced is not None:
+        masks = {Mask(x.window, x._tiles): None for x in attentions if isinstance(x, CPAttention)}  # each once
+        self.balanced = _capacities(sharding, self._shardings[0], masks)
+        if self.balanced:
             max_runs = RUNS_OF_A_SEQUENCE * self.max_seqs + RUNS_OF_A_RANK * self._shardings[0].cp_size
-            masks = {Mask(x.window, x._tiles): None for x in attentions if isinstance(x, CPAttention)}  # each once
-            self._sizes = LayoutSizes(self.balanced, rows, max_runs, tuple(masks))
+            self._sizes = LayoutSizes(rows, max_runs, {mask: self.balanced[mask.window] for mask in masks})
         if config.max_tokens_per_rank is not None and rows > config.max_tokens_per_rank:
             raise ValueError(
                 f"num_rows is {num_rows}, {rows} per rank, wanted at most max_tokens_per_rank = "
@@ -103,15 +105,16 @@ class StaticPack:
         self._loaded = self._upload.words.reshape(self.num_batches, words)
         self._planned = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
         batch = PackedBatch(*self._planned[:offsets].reshape(2, self._slots), total_rows=self.num_rows)
-        if self.balanced is None:
-            sharding = self._attentions[0].sharding(batch, self._strategy)
-        else:
+        if self.balanced:
             tables = LayoutTables(self._planned[offsets:], self._sizes)
-            size = self._shardings[0].cp_size
-            sharding = Sharding(batch, size, "balanced", capacity=self.balanced, tables=tables)
+            shardings = [Sharding(batch, self._shardings[0].cp_size, "balanced",
+                                  capacity=self.balanced[attention.window], tables=tables)
+                         for attention in self._attentions if isinstance(attention, CPAttention)]
+        else:
+            shardings = [self._attentions[0].sharding(batch, self._strategy)] * len(self._attentions)
         self._plans = tuple(
             attention.plan(batch, sharding, like=like, finite_padding=self._finite_padding)
-            for attention in self._attentions
+            for attention, sharding in zip(self._attentions, shardings, strict=True)
         )
 
     def fits(self, batches: Sequence[PackedBatch]) -> bool:
@@ -139,7 +142,7 @@ class StaticPack:
                                       ("rows", batch.total_rows, self.num_rows)):  # fmt: skip
                 if found > room:
                     return f"batch {number} has {found} {what}, wanted at most {room}, the room of the static pack"
-            if self.balanced is not None and (over := layout_tables.excess(self.sharding(batch), self._sizes)):
+            if self.balanced and (over := layout_tables.excess(self.sharding(batch), self._sizes)):
                 return f"batch {number} has {over}, the room of the static pack"
         return ""
 
@@ -170,7 +173,7 @@ class StaticPack:
 
     def _layout(self, sharding: Sharding) -> list[NDArray[np.int32]]:
         """Return the words of a layout's tables; none where the lengths alone determine the layout."""
-        if self.balanced is None:
+        if not self.balanced:
             return []
         return layout_tables.pack(sharding, self._attentions[0].comm.rank, self._sizes)
 
@@ -214,15 +217,29 @@ def _lengths(batches: Sequence[PackedBatch]) -> dict[str, Any]:
             for name, field in batch.described().items()}  # fmt: skip
 
 
-def _capacity(sharding: str | BalancedCapacity | None, empty: Sharding) -> BalancedCapacity | None:
-    """Return the capacity of a balanced sharding: the one asked for, or one for every layout."""
+def _capacities(
+    sharding: str | BalancedCapacity | Mapping[Window, BalancedCapacity] | None, empty: Sharding, masks: Iterable[Mask]
+) -> dict[Window, BalancedCapacity]:
+    """Return the capacities of a balanced sharding: those asked for, or those of any layout."""
     if not empty.by_runs:
-        return None
-    if isinstance(sharding, BalancedCapacity):
-        least = {"message_rows": 0, "key_rows": 1, "early_queries": 0, "early_keys": 0}
-        return BalancedCapacity(**{name: as_count(name, size, "pass rows of a layout", at_least=least[name])
-                                   for name, size in sharding._asdict().items() if size is not None})
-    return BalancedCapacity(empty.local_rows, empty.batch.total_rows)
+        return {}
+    made = {}
+    for window, _ in masks:
+        if isinstance(sharding, Mapping) and window not in sharding:
+            raise ValueError(f"sharding has capacities for the windows {', '.join(map(str, sharding))}, wanted one for "
+                             f"{window} too, that of an attention; pass one for each")
+        asked = sharding[window] if isinstance(sharding, Mapping) else sharding
+        made[window] = (_checked(asked, empty.local_rows) if isinstance(asked, BalancedCapacity) else
+                        BalancedCapacity.of_any_layout(empty.batch.total_rows, empty.cp_size, window))
+    return made
+
+
+def _checked(capacity: BalancedCapacity, local_rows: int) -> BalancedCapacity:
+    """Return the capacity with Python's integers; raise where they are none, or no sizes of a layout."""
+    most = {"early_queries": local_rows}
+    return BalancedCapacity(**{
+        name: as_count(name, size, "pass rows of a layout", most.get(name, INT32_MAX), int(name == "key_rows"))
+        for name, size in capacity._asdict().items() if size is not None})
 
 
 def check_method(attention: Planner, strategy: str | None, impl: str) -> None:

@@ -17,8 +17,8 @@ _BEHIND_ALL = np.iinfo(np.int32).max  # begin of the pieces that a layout does n
 
 def excess(sharding: Sharding, sizes: LayoutSizes) -> str:
     """Describe by how much a layout exceeds the sizes; return "" if it fits. All ranks return the same."""
-    capacity, of = sizes.capacity, (sharding.batch, sharding.cp_size)
-    for window, tiles in sizes.masks:
+    of = sharding.batch, sharding.cp_size
+    for (window, tiles), capacity in sizes.capacities.items():
         needed = needed_rows(*of, window, sharding.local_rows)
         if over := needed.excess(capacity):
             return over
@@ -46,9 +46,9 @@ def needed_capacity(sharding: Sharding, masks: Iterable[Mask]) -> BalancedCapaci
 
 def pack(sharding: Sharding, cp_rank: int, sizes: LayoutSizes) -> list[NDArray[np.int32]]:
     """Return what the words of a rank's tables become for a layout that fits, one array after another."""
-    of, capacity = (sharding.batch, sharding.cp_size), sizes.capacity
+    of = sharding.batch, sharding.cp_size
     tables = [_filled_up(all_rows(*of, sharding.local_rows), sizes.num_pieces(1))]
-    for mask in sizes.masks:
+    for mask, capacity in sizes.capacities.items():
         side = needed_rows(*of, mask.window, sharding.local_rows, capacity).key_side(cp_rank)
         tables.append(_filled_up(Pieces.joined(side), sizes.num_pieces()))
         first_tiles = capacity.first_of(_foreign(sharding, cp_rank, mask, capacity), mask.tiles)

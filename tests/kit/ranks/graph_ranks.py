@@ -359,9 +359,10 @@ def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 
             pack.load(batches)
             for number in reversed(range(num_batches)):
                 plans, shared = replayed[number](), pack.sharding(batches[number])
-                if pack.balanced is not None:
-                    shared = Sharding(shared.batch, comm.size, "balanced", capacity=pack.balanced)
                 for attention, plan, counted in zip(attentions, plans, shares, strict=True):
+                    if pack.balanced:
+                        capacity = pack.balanced[attention.window]
+                        shared = Sharding(shared.batch, comm.size, "balanced", capacity=capacity)
                     for field, x in vars(host_arrays(shared, comm.rank, plan.window, plan.tiles)).items():
                         if x is not None:
                             np.testing.assert_array_equal(to_host(getattr(plan.arrays, field)), x, field)
