@@ -140,24 +140,14 @@ def test_rank_that_returns_early_is_named_at_once():
     assert time.perf_counter() - began < 5
 
 
-def test_ranks_in_different_collectives_are_named():
-    def program(comm):
-        if comm.rank == 0:
-            comm.barrier()
-        else:
-            comm.all_reduce(np.zeros(3), "sum")
-
-    with pytest.raises(RuntimeError, match=r"rank 0: barrier; rank 1: all_reduce sum of \(3,\) float64"):
-        thdattn.comm.run_local(2, program)
-
-
-def test_different_shapes_on_two_ranks_are_named():
-    def program(comm):
-        comm.all_reduce(np.zeros(3 + comm.rank), "sum")
-
-    with pytest.raises(
-        RuntimeError, match=r"rank 0: all_reduce sum of \(3,\).*rank 1: all_reduce sum of \(4,\)"
-    ):
+@pytest.mark.parametrize(("program", "message"), [
+    (lambda comm: comm.all_reduce(np.zeros(3), "sum") if comm.rank else comm.barrier(),
+     r"rank 0: barrier; rank 1: all_reduce sum of \(3,\) float64"),
+    (lambda comm: comm.all_reduce(np.zeros(3 + comm.rank), "sum"),
+     r"rank 0: all_reduce sum of \(3,\).*rank 1: all_reduce sum of \(4,\)"),
+], ids=["collectives", "shapes"])  # fmt: skip
+def test_what_differs_between_ranks_is_named(program, message):
+    with pytest.raises(RuntimeError, match=message):
         thdattn.comm.run_local(2, program)
 
 

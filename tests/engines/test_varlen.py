@@ -55,24 +55,19 @@ def computed(inputs, lengths, key_lengths, **options):
 # --- results ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize(("causal", "window"), MASKS)
-def test_float64_is_the_oracle(poisoned_host, causal, window, pack):
+SINKS = np.array([0.5, -1, 3, 0])
+
+
+@pytest.mark.parametrize(("pack", "causal", "window", "options"), [
+    *((pack, *mask, {"softmax_scale": 0.5}) for pack in PACKS for mask in MASKS),
+    *(("cross", True, (-1, -1), options) for options in ({"softcap": 1.5}, {"sinks": SINKS},
+                                                         {"softcap": 2, "sinks": SINKS})),
+], ids=str)  # fmt: skip
+def test_float64_is_the_oracle(poisoned_host, pack, causal, window, options):
     lengths, key_lengths = PACKS[pack]
     inputs = drawn(lengths, key_lengths, np.float64, (8, 6), slack=3)
-    found = computed(inputs, lengths, key_lengths, causal=causal, window_size=window, softmax_scale=0.5)
-    right = truth(lengths, key_lengths, inputs, causal=causal, window=window, softmax_scale=0.5).exact
-    for field, x in zip(FIELDS, found, strict=True):
-        np.testing.assert_allclose(x, getattr(right, field), rtol=1e-10, atol=1e-12, err_msg=field)
-
-
-@pytest.mark.parametrize("options", [{"softcap": 1.5}, {"sinks": np.array([0.5, -1, 3, 0])},
-                                     {"softcap": 2, "sinks": np.array([0.5, -1, 3, 0])}], ids=["cap", "sinks", "both"])
-def test_capped_logits_and_sinks_are_the_oracle(options):
-    lengths, key_lengths = PACKS["cross"]
-    inputs = drawn(lengths, key_lengths, np.float64, (8, 6), slack=3)
-    found = computed(inputs, lengths, key_lengths, causal=True, **options)
-    right = truth(lengths, key_lengths, inputs, causal=True, **options).exact
+    found = computed(inputs, lengths, key_lengths, causal=causal, window_size=window, **options)
+    right = truth(lengths, key_lengths, inputs, causal=causal, window=window, **options).exact
     for field, x in zip((*FIELDS, "dsinks")[: len(found)], found, strict=True):
         np.testing.assert_allclose(x, getattr(right, field), rtol=1e-10, atol=1e-12, err_msg=field)
     assert len(found) == 4 + ("sinks" in options)
