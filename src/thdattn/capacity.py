@@ -16,7 +16,9 @@ Flags = tuple[NDArray[np.bool_], NDArray[np.bool_]]  # of tiles of queries, and 
 
 _PIECES_OF_A_RUN = 14  # at most, in the arrays of a KeySide together, and one of -1 before each array
 _ARRAYS = 6  # of a KeySide
-_REACHES = 4  # of a window, in a message, for each rank: twice as many as random packs need
+# For each rank, of a layout with as much to exchange as random packs have at most, and half as much again.
+_REACHES = 4  # of a window, in a message
+_SHARED_ROWS = 768  # of keys, beside rows of other ranks in tiles of up to 128 rows
 
 
 class BalancedCapacity(NamedTuple):
@@ -67,11 +69,13 @@ class BalancedCapacity(NamedTuple):
 
     @classmethod
     def of_any_layout(cls, total_rows: int, cp_size: int, window: Window) -> BalancedCapacity:
-        """Return the capacity of every layout; through a window, of all but rare ones."""
+        """Return the capacity of all layouts but rare ones, in which ranks share many documents."""
         local_rows = -(-total_rows // cp_size)
         reach = sum(window) if min(window) >= 0 else local_rows
         message_rows = min(local_rows, _REACHES * cp_size * reach)
-        return cls(message_rows, min(total_rows, local_rows + (cp_size - 1) * message_rows))
+        received = (cp_size - 1) * message_rows
+        key_rows = min(total_rows, local_rows + received)
+        return cls(message_rows, key_rows, early_keys=min(key_rows, received + _SHARED_ROWS * cp_size))
 
 
 class Mask(NamedTuple):

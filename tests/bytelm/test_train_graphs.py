@@ -56,6 +56,7 @@ LEVELS = Layout(4, Method("a2a+all_gather", "dual_chunk", 2))
 ON_HOST = [
     *((Layout(1), way) for way in EVERY_WAY), (Layout(1, A2A, config=HYBRID), {"impl": "local", "modules": ("mamba",)}),
     *((Layout(4, cp_size=2), way) for way in WHOLE),
+    *((Layout(2, Method("all_gather", "balanced")), way) for way in WHOLE),
 ]  # fmt: skip
 MORE_ON_HOST = itertools.product([Layout(2, cp_size=1), Layout(1, A2A, config=HYBRID), LEVELS], WHOLE)
 ON_GPU = {

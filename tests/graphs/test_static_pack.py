@@ -149,7 +149,7 @@ def test_a_layout_beyond_its_capacity_does_not_fit_on_any_rank():
                 StaticPack(graphs, [attention(comm)], ROWS, wrong)
         least, most = (StaticPack(graphs, [attention(comm)], ROWS, sharding)
                        for sharding in (BalancedCapacity(8, ROWS), "balanced"))
-        assert most.balanced == {(-1, 0): (ROWS // 2, ROWS, 0, None)}
+        assert most.balanced == {(-1, 0): (ROWS // 2, ROWS, 0, ROWS)}
         assert least.fits([alone]) and not least.fits([split])
         assert most.fits([alone]) and most.fits([split]) and graphs.num_overflows == 1
         with pytest.raises(ValueError, match=r"batch 0 has .* message_rows = 8, the room of the static pack; ask fits"):
@@ -167,7 +167,7 @@ def test_every_mask_has_a_capacity_of_its_own():
         graphs, masks = Graphs(comm, CudaGraphConfig()), [attention(comm), attention(comm, window=(3, 0))]
         split = PackedBatch([0, ROWS])
         usual = StaticPack(graphs, masks, ROWS, "balanced")
-        assert usual.balanced == {(-1, 0): (48, ROWS, 0, None), (3, 0): (24, 72, 0, None)}
+        assert usual.balanced == {(-1, 0): (48, ROWS, 0, ROWS), (3, 0): (24, 72, 0, 72)}
         assert usual.fits([split])
         for rows, fits in ((6, True), (2, False)):
             capacities = {(-1, 0): BalancedCapacity(48, ROWS), (3, 0): BalancedCapacity(rows, ROWS)}

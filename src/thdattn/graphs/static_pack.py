@@ -42,8 +42,8 @@ class StaticPack:
             them; beside a causal attention without a window it needs no plan of its own.
         num_rows: rows of every batch, of all ranks together.
         sharding: as CPAttention.plan takes it; by default that of the first attention. A BalancedCapacity, or one for
-            the window of each attention, is "balanced" within that capacity. "balanced" alone has room for every
-            layout; through a window, for all but rare ones.
+            the window of each attention, is "balanced" within that capacity. "balanced" alone has room for all layouts
+            but rare ones.
         num_batches: micro-batches that are loaded at once, for a graph of all of them.
         like: a typical batch, from which the kernels choose their order of work; results do not depend on it.
         finite_padding: as CPAttention.plan; without it, every pack is assumed to have padding.
