@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import checkpoint
 import interrupt
 import launch
 import pytest
+from faults import is_running
 from programs import MISBEHAVE, TRAIN, lines_of, small
 
 
@@ -64,15 +64,6 @@ def process_ids(folder, ranks, process):
     files = [folder / str(rank) for rank in range(ranks)]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files), process)
     return [int(file.read_text()) for file in files]
-
-
-def is_running(process_id):
-    """Return whether a process runs; one that has ended may wait forever for its parent to ask for its status."""
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
