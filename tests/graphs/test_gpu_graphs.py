@@ -39,7 +39,7 @@ def config(**options):
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [*MASKS, graph_ranks.TREES])
 def test_fifty_packs_through_one_graph_are_the_eager_results(cupy, comm, mask, dims):
     graph_ranks.replay_packs(comm, cupy, mask, dims, "dual_chunk")
 
@@ -82,6 +82,7 @@ def rewrite(cupy, comm, together, batch):
 
 def test_plans_of_a_static_pack_are_the_hosts_element_by_element(cupy, comm):
     graph_ranks.check_plans(comm, cupy, "dual_chunk")
+    graph_ranks.check_plans(comm, cupy, "dual_chunk", masks=(graph_ranks.TREES,))
 
 
 @pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])

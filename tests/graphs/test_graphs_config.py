@@ -37,7 +37,7 @@ Text = enum.Enum("Text", {"attn": "a"}, type=str)
 
 DEFAULTS = {
     "impl": "none", "modules": (), "inference_scope": "none", "max_packed_seqs": None, "max_tokens_per_rank": None,
-    "warmup_steps": 3, "on_overflow": "eager", "single_pool": True,
+    "warmup_steps": 3, "on_overflow": "eager", "single_pool": True, "max_packed_nodes": None,
 }  # fmt: skip
 LOCAL = {"impl": "local", "inference_scope": "layer"}
 AS_LOCAL = {"impl": "local", "inference_scope": "none"}  # what transformer_engine becomes
@@ -354,6 +354,7 @@ def test_help_lists_the_five_flags_and_no_former_one():
     ("max_packed_seqs", 0, ValueError, "max_packed_seqs is 0, wanted >= 1; pass a positive count"),
     ("max_packed_seqs", 2**31, ValueError, "max_packed_seqs is 2147483648, wanted <= 2147483647"),
     ("max_packed_seqs", "64", TypeError, "max_packed_seqs is '64', a str; wanted an int"),
+    ("max_packed_nodes", 0, ValueError, "max_packed_nodes is 0, wanted >= 1; pass a positive count"),
     ("max_tokens_per_rank", -1, ValueError, "max_tokens_per_rank is -1, wanted >= 1"),
     ("max_tokens_per_rank", NAN, TypeError, "max_tokens_per_rank is nan, a float; wanted an int"),
     ("warmup_steps", -1, ValueError, "warmup_steps is -1, wanted >= 0; leave it out for 3"),

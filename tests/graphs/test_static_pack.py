@@ -292,13 +292,20 @@ def test_what_is_of_the_wrong_kind_is_named(comm):
             call()
 
 
-def test_trees_do_not_fit_captured_plans(comm):
-    graphs = Graphs(comm, CudaGraphConfig(impl="local"))
-    pack, trees = StaticPack(graphs, [attention(comm)], ROWS), PackedBatch.from_trees([5, 2, 3], [-1, 0, 0])
-    assert pack.fits([trees])
+def test_captured_plans_have_room_for_the_nodes_that_the_configuration_says(comm):
+    trees, documents = PackedBatch.from_trees([5, 0, 3], [-1, 0, 0]), PackedBatch.from_lengths([10] * 3)
+    for most, active, message in (
+        (None, False, ""), (3, False, ""), (3, True, ""),
+        (2, False, "batch 0 has 3 nodes, wanted at most 2, the room of the static pack; ask fits"),
+        (None, True, "batch 0 has trees, wanted sequences, as config.max_packed_nodes is None; ask fits"),
+    ):  # fmt: skip
+        config = CudaGraphConfig(impl="local", max_packed_nodes=most)
+        pack = StaticPack(Graphs(comm, config), [attention(comm)], ROWS)
+        pack._graphs = SimpleNamespace(active=active, config=config, num_overflows=0)
+        assert pack.fits([trees]) is (not message) and pack.fits([documents]) is (most != 2), "a document is a node"
+        if message:
+            with pytest.raises(ValueError, match=message):
+                pack.load([trees])
+    pack = StaticPack(Graphs(comm, CudaGraphConfig(impl="local")), [attention(comm)], ROWS)
     pack.load([trees])
     assert pack.plans()[0].batch.parents.tolist() == [-1, 0, 0]
-    pack._graphs = SimpleNamespace(active=True, config=graphs.config, num_overflows=0)
-    assert not pack.fits([trees]) and pack.fits([PackedBatch.from_lengths([10])])
-    with pytest.raises(ValueError, match="batch 0 has trees, wanted sequences, as captured plans"):
-        pack.load([trees])

@@ -111,12 +111,15 @@ def test_outputs_of_trees_are_those_of_the_unrolled_paths(cupy, kernels):
     assert np.linalg.norm(out - of_paths) < 4e-3 * np.linalg.norm(of_paths)
 
 
-def test_captured_packs_and_windows_still_refuse_trees(cupy):
+def test_windows_refuse_trees_and_mixers_refuse_captured_ones(cupy):
     case = replace(MIXED, slack=0)
     comm, batch = thdattn.comm.init("single"), case.batch(1)
-    layer, windowed = (x.attention(comm, BFLOAT16, engine="cuda") for x in (case, replace(case, window=(5, 0))))
-    pack = StaticPack(Graphs(comm, CudaGraphConfig(impl="local")), [layer], batch.total_rows)
-    with pytest.raises(ValueError, match="batch 0 has trees, wanted sequences, as captured plans"):
-        pack.load([batch])
+    windowed = replace(case, window=(5, 0)).attention(comm, BFLOAT16, engine="cuda")
+    mixer = thdattn.Mamba2Mixer(comm, 8, 64, 128, engine="cuda")
+    graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_nodes=20))
     with pytest.raises(ValueError, match="batch has trees, wanted a causal attention"):
         windowed.plan(batch)
+    for planner, message in ((windowed, "batch has trees, wanted a causal attention"),
+                             (mixer, "batch has trees with nodes on a GPU, and the mixer 1 ranks, wanted one rank")):
+        with pytest.raises(ValueError, match=message):
+            StaticPack(graphs, [planner], batch.total_rows)

@@ -32,7 +32,8 @@ FLAGS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engin
 
 # Names of fields and former options in messages: to callers of CudaGraphConfig, of normalize, and of a command line.
 AS_FIELDS = {name: name for name in ("impl", "modules", "inference_scope", "max_packed_seqs", "max_tokens_per_rank",
-                                     "warmup_steps", "on_overflow", "single_pool", "cuda_graph_scope")}  # fmt: skip
+                                     "warmup_steps", "on_overflow", "single_pool", "max_packed_nodes",
+                                     "cuda_graph_scope")}  # fmt: skip
 AS_OPTIONS = {
     "impl": "cuda_graph_impl", "modules": "cuda_graph_modules", "inference_scope": "inference_cuda_graph_scope",
     "max_packed_seqs": "cuda_graph_max_packed_seqs", "warmup_steps": "cuda_graph_warmup_steps",
@@ -107,6 +108,7 @@ class CudaGraphConfig:
             while capturing.
         on_overflow: for a batch of more sequences or rows, or whose ranks exchange more than a BalancedCapacity:
             "eager" runs it without graphs, "error" raises.
+        max_packed_nodes: most nodes of the prefix trees of a pack that a graph takes; None: no trees.
         single_pool: True gives all graphs one memory pool: a later graph reuses memory that an earlier one has freed,
             as they run in one order.
 
@@ -127,6 +129,7 @@ class CudaGraphConfig:
     warmup_steps: int = 3
     on_overflow: str = "eager"
     single_pool: bool = True
+    max_packed_nodes: int | None = None
     cuda_graph_scope: InitVar[Any] = None
 
     def __post_init__(self, cuda_graph_scope: Any) -> None:
@@ -374,4 +377,5 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "warmup_steps": lambda name, value: as_count(name, value, "leave it out for 3", at_least=0),
     "on_overflow": lambda name, value: as_choice(name, value, ON_OVERFLOW),
     "single_pool": as_bool,
+    "max_packed_nodes": _count_or_none,
 }

@@ -7,6 +7,7 @@ sequences, and padding rows fill the capacity. One copy of its lengths loads a b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from thdattn.mamba.mixer import Mamba2Mixer
 from thdattn.packing import PackedBatch
 from thdattn.plan import layout_tables
 from thdattn.plan.generations import renew
+from thdattn.plan.node_table import NODE_WORDS, node_table
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding
 
@@ -38,6 +40,8 @@ class StaticPack:
 
     Args:
         graphs: config.max_packed_seqs is the capacity in sequences; None: as many as rows, at most 2,048.
+            config.max_packed_nodes is that in nodes of prefix trees, for causal attentions without a window; a
+            sequence is a node. None: captured plans take no trees.
         attentions: one per mask, all on one comm, of engine "cuda" if graphs are active. A Mamba2Mixer may be one of
             them; beside a causal attention without a window it needs no plan of its own.
         num_rows: rows of every batch, of all ranks together.
@@ -49,14 +53,15 @@ class StaticPack:
         finite_padding: as CPAttention.plan; without it, every pack is assumed to have padding.
 
     Attributes:
-        max_seqs, num_rows, num_batches: the capacity.
+        max_seqs, max_nodes, num_rows, num_batches: the capacity; max_nodes may be None.
         balanced: for the window of each attention, what ranks may exchange under the sharding "balanced"; empty for
             another sharding.
 
     Raises:
         TypeError: a count that is no int, graphs of another type, or attentions that are in no list.
         ValueError: a count below 1, no attention, one of another engine, an unknown sharding, more rows than
-            config.max_tokens_per_rank allows, or a sharding or cp_comm_type that graphs cannot capture.
+            config.max_tokens_per_rank allows, or a sharding or cp_comm_type that graphs cannot capture. Active graphs
+            with max_packed_nodes also refuse windows, masks that are not causal, and mixers.
     """
 
     def __init__(
@@ -68,14 +73,15 @@ class StaticPack:
         config = graphs.config
         self.num_rows, self.num_batches = as_count("num_rows", num_rows), as_count("num_batches", num_batches)
         self.max_seqs = config.max_packed_seqs or min(MOST_SEQUENCES, num_rows)
+        self.max_nodes = config.max_packed_nodes
         check_kind("attentions", attentions, Sequence, "pass a list, of one attention too")
         self._graphs, self._attentions = graphs, tuple(attentions)
         self._strategy = "balanced" if isinstance(sharding, BalancedCapacity | Mapping) else sharding
         self._finite_padding, self._num_loads = finite_padding, 0
         if not self._attentions:
             raise ValueError("attentions is empty, wanted at least one attention; pass one per mask")
-        # Arrays of a plan are aligned to 16 bytes.
-        self._slots = -(-(self.max_seqs + 1) // 4) * 4
+        self._slots = _aligned(self.max_seqs + 1)
+        self._node_slots = 0 if self.max_nodes is None else _aligned(self.max_nodes + 1)
         self._shardings = [self.sharding(PackedBatch([0]))] * self.num_batches  # all rows are padding at first
         for attention in self._attentions:
             check_method(attention, self._strategy, config.impl)
@@ -83,7 +89,8 @@ class StaticPack:
         masks = {Mask(x.window, x._tiles): None for x in attentions if isinstance(x, CPAttention)}  # each once
         self.balanced = _capacities(sharding, self._shardings[0], masks)
         if self.balanced:
-            max_runs = RUNS_OF_A_SEQUENCE * self.max_seqs + RUNS_OF_A_RANK * self._shardings[0].cp_size
+            most = max(self.max_seqs, self.max_nodes or 0)
+            max_runs = RUNS_OF_A_SEQUENCE * most + RUNS_OF_A_RANK * self._shardings[0].cp_size
             self._sizes = LayoutSizes(rows, max_runs, {mask: self.balanced[mask.window] for mask in masks})
         if config.max_tokens_per_rank is not None and rows > config.max_tokens_per_rank:
             raise ValueError(
@@ -99,14 +106,17 @@ class StaticPack:
             if attention.engine != "cuda":
                 raise ValueError(f"attentions holds one of engine {attention.engine!r}, wanted 'cuda' as graphs are "
                                  f"active; make Graphs with the engine of the attentions")
-        offsets, tables = 2 * self._slots, None
-        words = offsets + (self._sizes.num_words if self.balanced else 0)
-        self._upload = Upload(self.num_batches * words, on_gpu=True)
-        self._loaded = self._upload.words.reshape(self.num_batches, words)
+        sizes = 2 * self._slots, NODE_WORDS * self._node_slots, self._sizes.num_words if self.balanced else 0
+        self._upload = Upload(self.num_batches * sum(sizes), on_gpu=True)
+        self._loaded = self._upload.words.reshape(self.num_batches, sum(sizes))
         self._planned = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
-        batch = PackedBatch(*self._planned[:offsets].reshape(2, self._slots), total_rows=self.num_rows)
+        offsets, nodes, words = (self._planned[end - size : end]
+                                 for size, end in zip(sizes, accumulate(sizes), strict=True))  # fmt: skip
+        batch = PackedBatch(*offsets.reshape(2, self._slots), total_rows=self.num_rows)
+        if self._node_slots:
+            batch.node_table = nodes.reshape(NODE_WORDS, self._node_slots)
         if self.balanced:
-            tables = LayoutTables(self._planned[offsets:], self._sizes)
+            tables = LayoutTables(words, self._sizes)
             shardings = [Sharding(batch, self._shardings[0].cp_size, "balanced",
                                   capacity=self.balanced[attention.window], tables=tables)
                          for attention in self._attentions if isinstance(attention, CPAttention)]
@@ -136,11 +146,12 @@ class StaticPack:
     def _excess(self, batches: Sequence[PackedBatch]) -> str:
         """Describe by how much the first batch that does not fit exceeds the capacity; return "" if all fit."""
         for number, batch in enumerate(batches):
-            if batch.trees is not None and self._graphs.active:
-                return f"batch {number} has trees, wanted sequences, as captured plans have no room for nodes"
-            for what, found, room in (("sequences", batch.num_seqs, self.max_seqs),
+            if batch.trees is not None and self._graphs.active and self.max_nodes is None:
+                return f"batch {number} has trees, wanted sequences, as config.max_packed_nodes is None"
+            nodes = batch.num_seqs if batch.trees is None else batch.trees.num_nodes
+            for what, found, room in (("sequences", batch.num_seqs, self.max_seqs), ("nodes", nodes, self.max_nodes),
                                       ("rows", batch.total_rows, self.num_rows)):  # fmt: skip
-                if found > room:
+                if room is not None and found > room:
                     return f"batch {number} has {found} {what}, wanted at most {room}, the room of the static pack"
             if self.balanced and (over := layout_tables.excess(self.sharding(batch), self._sizes)):
                 return f"batch {number} has {over}, the room of the static pack"
@@ -168,14 +179,18 @@ class StaticPack:
             self._shardings = [self.sharding(batch) for batch in batches]
         self._num_loads += 1
         if self._graphs.active:
-            self._upload.send([words for batch, sharding in zip(batches, self._shardings, strict=True)
-                               for words in (*batch.offsets(self._slots), *self._layout(sharding))])  # fmt: skip
+            self._upload.send([words for each in zip(batches, self._shardings, strict=True)
+                               for words in self._words(*each)])
 
-    def _layout(self, sharding: Sharding) -> list[NDArray[np.int32]]:
-        """Return the words of a layout's tables; none where the lengths alone determine the layout."""
-        if not self.balanced:
-            return []
-        return layout_tables.pack(sharding, self._attentions[0].comm.rank, self._sizes)
+    def _words(self, batch: PackedBatch, sharding: Sharding) -> list[NDArray[np.int32]]:
+        """Return what is uploaded of a batch: its lengths, nodes, and the tables of a layout that lengths do not tell.
+        """
+        words = [*batch.offsets(self._slots)]
+        if self._node_slots:
+            words.append(node_table(batch, self._node_slots).ravel())
+        if self.balanced:
+            words += layout_tables.pack(sharding, self._attentions[0].comm.rank, self._sizes)
+        return words
 
     def plans(self, number: int = 0) -> tuple[Plan, ...]:
         """Return the plans of the loaded batch of this number, one per attention. They replace those of the batch
@@ -209,6 +224,11 @@ class StaticPack:
     def sharding(self, batch: PackedBatch) -> Sharding:
         """Return the sharding of a batch on the host, padded to the capacity."""
         return self._attentions[0].sharding(self.padded(batch), self._strategy)
+
+
+def _aligned(slots: int) -> int:
+    """Return slots for at least so many int32, of whole 16 bytes, to which arrays of a plan are aligned."""
+    return -(-slots // 4) * 4
 
 
 def _lengths(batches: Sequence[PackedBatch]) -> dict[str, Any]:

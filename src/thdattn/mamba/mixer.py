@@ -152,7 +152,7 @@ class Mamba2Mixer:
         """
         plan = self._outline(batch, sharding, like, finite_padding)
         refusal, self._lengths = _refused_trees(plan) or found_wrong(self._lengths), None
-        if self.comm.size > 1 or plan.batch.trees is not None:
+        if self.comm.size > 1 or plan.has_trees:
             self.comm.agree("the plan", self._description(plan), refusal, _SAME_PLAN)
         plan = with_arrays(plan)
         self._lengths = plan.arrays.lengths

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from thdattn.packing import PackedBatch
 from thdattn.trees import Trees
 
+NODE_WORDS = 5  # of a node in the table
+
 
 def node_table(batch: PackedBatch, num_columns: int | None = None) -> NDArray[np.int32]:
     """Return the nodes with tokens of a batch on the host, a column each, in the order of their rows.
@@ -33,7 +35,7 @@ def node_table(batch: PackedBatch, num_columns: int | None = None) -> NDArray[np
     above = np.where(trees.before < 0, -1, trees.node_of(trees.before))
     columns = (firsts + padding, trees.nodes[1:] + padding, trees.ends + padding,
                trees.depths - (firsts - batch.cu_seqlens[trees.tree]), column[above])  # fmt: skip
-    table = np.zeros((5, some.sum() + 1 if num_columns is None else num_columns), np.int32)
+    table = np.zeros((NODE_WORDS, some.sum() + 1 if num_columns is None else num_columns), np.int32)
     table[0], table[4] = batch.cu_seqlens_padded[-1], -1
     table[:, : some.sum()] = np.stack(columns)[:, some]
     return table

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,16 @@ from thdattn.plan.ranges import host_arrays
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cases import BFLOAT16, local_rows, to_host
+from tree_cases import draw_trees
 
-ROWS, MAX_SEQS = 1024, 24
+ROWS, MAX_SEQS, MAX_NODES = 1024, 24, 30
+ROOM = {"max_packed_seqs": MAX_SEQS}
 MASKS = {
     "causal": {},
     "window": {"window": (70, 0)},
     "two-sided": {"causal": False, "window": (16, 40)},
 }
+TREES = "trees"  # a causal mask, and packs of trees
 NUM_MICRO_BATCHES, NUM_STEPS = 3, 4
 
 
@@ -55,6 +58,22 @@ def packs(cp_size: int, count: int, seed: int = 0) -> list[PackedBatch]:
         offsets = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths, padded)]
         made.append(PackedBatch(*offsets))
     return made
+
+
+def tree_packs(cp_size: int, count: int, seed: int = 0) -> list[PackedBatch]:
+    """Packs of prefix trees and documents, with padding; every fifth has too many nodes."""
+    made = []
+    for number in range(count):
+        lengths, parents = draw_trees(np.random.default_rng([number, seed]), MAX_SEQS, 800)
+        if number % 5 == 2:
+            lengths, parents = (3,) * (MAX_NODES + 1), tuple(range(-1, MAX_NODES))
+        made.append(PackedBatch.from_trees(lengths, parents, 2 * cp_size))
+    return made
+
+
+def packs_of(mask: str) -> tuple[Callable[..., list[PackedBatch]], dict[str, int]]:
+    """How packs are drawn for a mask, and the capacity in sequences and nodes that all but every fifth fit."""
+    return (tree_packs, {**ROOM, "max_packed_nodes": MAX_NODES}) if mask == TREES else (packs, ROOM)
 
 
 def inputs_of(cupy: Any, batch: PackedBatch, rows: np.ndarray, shapes: list[tuple[int, int]], seed: int) -> list[Any]:
@@ -84,11 +103,13 @@ def _replay_packs(
     count: int, options: dict[str, Any],
 ) -> None:
     warmup = 2
-    options = {"comm": comm, "num_heads": 4, "num_kv_heads": 2, "deterministic": True, **MASKS[mask], **options}
+    drawn, room = packs_of(mask)
+    options = {"comm": comm, "num_heads": 4, "num_kv_heads": 2, "deterministic": True, **MASKS.get(mask, {}),
+               **options}
     attention = thdattn.CPAttention(head_dim=dims[0], v_head_dim=dims[1], engine="cuda", **options)
     heads = attention.num_heads, attention.num_kv_heads
     shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
-    graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=warmup))
+    graphs = Graphs(comm, CudaGraphConfig(impl="local", warmup_steps=warmup, **room))
     assert graphs.active
     pack = StaticPack(graphs, [attention], ROWS, sharding)
     strategy = "balanced" if isinstance(sharding, BalancedCapacity) else sharding
@@ -96,7 +117,7 @@ def _replay_packs(
                        attention.backward, "layer")  # fmt: skip
     returned, fitting = set(), 0
     with graphs:
-        for number, batch in enumerate(packs(comm.size, count)):
+        for number, batch in enumerate(drawn(comm.size, count)):
             fits = pack.fits([batch])
             shared = pack.sharding(batch) if fits else attention.sharding(batch, strategy)
             q, k, v, dout = inputs_of(cupy, shared.batch, shared.rows(comm.rank), shapes, number)
@@ -170,6 +191,15 @@ def _replay_behind_nan(comm: thdattn.comm.Comm, cupy: Any) -> None:
             out = to_host(forward(q, k, v)).astype(np.float32)
         tokens = pack.sharding(small).rows(comm.rank) < small.total_tokens
         assert (out[tokens] == 1).all() and not out[~tokens].any()
+
+
+def replay_trees(comm: thdattn.comm.Comm, cupy: Any) -> None:
+    """Trees that change at every replay, in rows of every sharding, and with heads that are exchanged."""
+    for sharding in ("dual_chunk", "contiguous", "balanced"):
+        check_plans(comm, cupy, sharding, 20, (TREES,))
+        replay_packs(comm, cupy, TREES, (128, 128), sharding, 30)
+    replay_packs(comm, cupy, TREES, (64, 64), "contiguous", 20, {"cp_comm_type": "a2a"})
+    replay_packs(comm, cupy, TREES, (64, 64), "dual_chunk", 20, {"num_heads": 16, "num_kv_heads": 8, "head_groups": 2})
 
 
 def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
@@ -340,19 +370,22 @@ def check_training(comm: thdattn.comm.Comm, cupy: Any) -> None:
 # --- plans -------------------------------------------------------------------------------------------------------
 
 
-def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 40) -> None:
+def check_plans(
+    comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 40, masks: Sequence[str] = tuple(MASKS)
+) -> None:
     """The plans of a static pack, element by element, are those that the host makes; with what is counted of them."""
     from thdattn.engines.cuda.backward import partials_per_tile
 
+    drawn, room = packs_of(masks[0])
     attentions = [
-        thdattn.CPAttention(comm, 2, dim, engine="cuda", **mask) for dim in (64, 128) for mask in MASKS.values()
+        thdattn.CPAttention(comm, 2, dim, engine="cuda", **MASKS.get(mask, {})) for dim in (64, 128) for mask in masks
     ]
     for num_batches in (1, 2):
-        graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=1))
+        graphs = Graphs(comm, CudaGraphConfig(impl="local", warmup_steps=1, **room))
         pack = StaticPack(graphs, attentions, ROWS, sharding, num_batches)
         shares = [partials_per_tile(plan) for plan in pack.plans()]
         replayed = [graphs.captured(partial(pack.plans, number), "plans") for number in range(num_batches)]
-        fitting = [batch for batch in packs(comm.size, count, seed=7) if pack.fits([batch])]
+        fitting = [batch for batch in drawn(comm.size, count, seed=7) if pack.fits([batch])]
         assert len(fitting) == count - count // 5 > 2 * num_batches
         for first in range(0, len(fitting) - 1, num_batches):
             batches = fitting[first : first + num_batches]
@@ -366,8 +399,11 @@ def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 
                     for field, x in vars(host_arrays(shared, comm.rank, plan.window, plan.tiles)).items():
                         if x is not None:
                             np.testing.assert_array_equal(to_host(getattr(plan.arrays, field)), x, field)
-                    wanted = partials_per_tile(attention.plan(shared.batch, shared))
-                    np.testing.assert_array_equal(to_host(counted), to_host(wanted), "shares")
+                    eager = attention.plan(shared.batch, shared)
+                    for field in ("query_ends", "group_ends", "group_begins") if plan.has_trees else ():
+                        x, y = (to_host(getattr(each.arrays, field)) for each in (plan, eager))
+                        np.testing.assert_array_equal(x, y, field)
+                    np.testing.assert_array_equal(to_host(counted), to_host(partials_per_tile(eager)), "shares")
                     plan.check()
         graphs.close()
 
@@ -465,7 +501,7 @@ def cycles(comm: thdattn.comm.Comm, cupy: Any, count: int = 20) -> None:
 # Each is run over several ranks by test_gpu_graphs.py.
 SCENARIOS: dict[str, Callable[[thdattn.comm.Comm, Any], None]] = {
     "packs": replay_masks, "methods": replay_methods, "balanced": replay_balanced, "overlapped": replay_overlapped,
-    "mixers": replay_mixers, "training": check_training, "plans": check_shardings,
+    "trees": replay_trees, "mixers": replay_mixers, "training": check_training, "plans": check_shardings,
 }  # fmt: skip
 
 
