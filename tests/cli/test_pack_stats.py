@@ -11,8 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thdattn.__main__ import main
-from thdattn.cli import pack_stats
-from thdattn.packing import first_fit
+from thdattn.capacity import LayoutSizes, Mask
+from thdattn.cli import pack_capacities, pack_stats
+from thdattn.packing import PackedBatch, first_fit
+from thdattn.plan.layout_tables import excess
+from thdattn.sharding import Sharding
 
 
 def packs(sizes, capacity, look_ahead=64):
@@ -63,6 +66,36 @@ def test_first_fit_holds_every_item_once_and_fills_no_pack_beyond_its_rows(sizes
 def test_items_that_fit_no_pack_are_refused_rather_than_dropped(sizes, capacity, look_ahead, message):
     with pytest.raises(ValueError, match=message):
         packs(sizes, capacity, look_ahead)
+
+
+# ------------------------------------------------------------------------------------------------ capacities
+
+
+def test_capacities_of_balanced_rows_are_percentiles_that_count_what_exceeds_them():
+    needed = np.array([[rows, 100 + rows, 50 - rows, 2 * rows] for rows in range(10)])
+    found = pack_capacities.candidates(needed)
+    assert [(one.name, one.capacity, one.num_eager) for one in found] == [
+        ("P50", (4, 104, 46, 8), 5), ("P90", (8, 108, 42, 16), 1), ("P95", (9, 109, 41, 18), 0),
+        ("P99", (9, 109, 41, 18), 0), ("max", (9, 109, 41, 18), 0)]  # fmt: skip
+
+
+def test_a_capacity_holds_the_packs_that_are_not_counted_as_eager():
+    packs = [[1000], [500, 500], [300, 200, 500], [900, 100], [10] * 100]
+    found = pack_capacities.candidates(pack_capacities.needed_capacities(packs, 1000, 2))
+    for _, capacity, num_eager in found:
+        sizes = LayoutSizes(500, 1000, {Mask((-1, 0), pack_capacities.TILES): capacity})
+        shardings = [Sharding(PackedBatch.from_lengths(pack), 2, "balanced") for pack in packs]
+        assert sum(bool(excess(sharding, sizes)) for sharding in shardings) == num_eager
+    assert found[-1].num_eager == 0 < found[0].num_eager
+
+
+def test_capacities_are_printed_for_as_many_ranks_as_asked(capsys, lengths):
+    status, said, _ = run(capsys, "--lengths", lengths, "--tokens", 4096, "--ranks", 4)
+    assert status == 0 and "balanced rows over 4 ranks" in said and re.search(r"^max +\d+ .* MiB +0$", said, re.M)
+    status, said, _ = run(capsys, "--lengths", lengths, "--tokens", 4096)
+    assert status == 0 and "balanced rows" not in said
+    status, _, error = run(capsys, "--lengths", lengths, "--tokens", 4096, "--ranks", 1)
+    assert status != 0 and "--ranks is 1, wanted >= 2" in error
 
 
 # ------------------------------------------------------------------------------------------------ numbers

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.arguments import as_count, shown
+from thdattn.cli import pack_capacities
 from thdattn.cli.options import add_documents, check_picture, document_lengths
 from thdattn.packing import first_fit
 
@@ -81,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulate", type=int, default=1, metavar="N", help="packs per group and training step (default: 1)")
     add("--groups", type=int, default=1, metavar="N", help="groups of ranks, each with its own packs (default: 1)")
     add("--steps", default="all", metavar="N", help="number of training steps (default: all steps of 1,000 packs)")
+    add("--ranks", type=int, metavar="N", help="also size the exchanges of balanced rows over N ranks of a group")
     add("--plot", type=Path, metavar="FILE", help="draw the documents per pack into this PNG, PDF or SVG file")
     add("--seed", type=int, default=0, metavar="S", help="seed of the order of the documents (default: 0)")
 
@@ -107,6 +109,12 @@ def pack_stats(arguments: argparse.Namespace) -> None:
     _print_fallbacks(chosen, len(counts) // (groups * accumulate), groups, accumulate)
     print(f"\nrecommended: --cuda-graph-max-packed-seqs {chosen[-1].slots}, the smallest power of two that every "
           f"pack above fits")
+    if arguments.ranks is not None:
+        ranks = as_count("--ranks", arguments.ranks, "pass the ranks that share a pack", at_least=2)
+        order = np.random.default_rng([seed, 0]).permutation(rows_of_pieces(lengths, multiple, longest))
+        packs = islice(first_fit(order.tolist(), int, room), pack_capacities.MOST_PACKS)
+        needed = pack_capacities.needed_capacities(packs, room, ranks)
+        pack_capacities.show(pack_capacities.candidates(needed), len(needed), ranks)
     if arguments.plot:
         _draw(arguments.plot, counts, chosen, tokens)
         print(f"wrote {arguments.plot}")
@@ -128,9 +136,7 @@ def documents_per_pack(
     Returns:
         (num_packs,) int64, and the passes over the documents.
     """
-    rests = lengths % longest
-    pieces = np.concatenate([np.full((lengths // longest).sum(), longest), rests[rests > 0]])
-    rows = -(-pieces // multiple) * multiple
+    rows = rows_of_pieces(lengths, multiple, longest)
     counts: list[int] = []
     for epoch in count():
         order = np.random.default_rng([seed, epoch]).permutation(rows)
@@ -139,6 +145,14 @@ def documents_per_pack(
         if enough if num_packs is None else len(counts) >= num_packs:
             break
     return np.array(counts[:num_packs], np.int64), epoch + 1
+
+
+def rows_of_pieces(lengths: NDArray[np.int64], multiple: int, longest: int) -> Counts:
+    """Return the rows of every document, or of its pieces if it is split; see documents_per_pack."""
+    rests = lengths % longest
+    pieces = np.concatenate([np.full((lengths // longest).sum(), longest), rests[rests > 0]])
+    rows: Counts = -(-pieces // multiple) * multiple
+    return rows
 
 
 def candidates(counts: Counts, groups: int = 1, accumulate: int = 1) -> list[Candidate]:
