@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import thdattn
-from thdattn import PackedBatch
-from thdattn.capacity import BalancedCapacity, LayoutTables
+from thdattn import PackedBatch, Sharding
+from thdattn.capacity import BalancedCapacity, LayoutTables, Mask
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack, capture
+from thdattn.plan.layout_tables import needed_capacity
 
 ROWS = 96
 
@@ -172,6 +173,16 @@ def test_every_mask_has_a_capacity_of_its_own():
         for rows, fits in ((6, True), (2, False)):
             capacities = {(-1, 0): BalancedCapacity(48, ROWS), (3, 0): BalancedCapacity(rows, ROWS)}
             assert StaticPack(graphs, masks, ROWS, capacities).fits([split]) == fits
+
+    thdattn.comm.run_local(2, program)
+
+
+def test_a_static_pack_takes_what_a_layout_needs_at_least():
+    """Also where its last tile is not full."""
+    def program(comm):
+        graphs, layer, batch = Graphs(comm, CudaGraphConfig()), attention(comm), PackedBatch.from_lengths([45, 45])
+        least = needed_capacity(Sharding(batch, 2, "balanced"), [Mask(layer.window, (32, 32))])
+        assert least.early_queries == 45 and StaticPack(graphs, [layer], 90, least).balanced[layer.window] == least
 
     thdattn.comm.run_local(2, program)
 

@@ -37,7 +37,7 @@ def needed_capacity(sharding: Sharding, masks: Iterable[Mask]) -> BalancedCapaci
     for window, tiles in masks:
         needed = needed_rows(*of, window, sharding.local_rows)
         foreign = [_foreign(sharding, rank, Mask(window, tiles)) for rank in range(sharding.cp_size)]
-        early_queries = tiles[0] * min((~queries).sum() for queries, _ in foreign)
+        early_queries = min(sharding.local_rows, tiles[0] * min((~queries).sum() for queries, _ in foreign))
         early_keys = tiles[1] * max(keys.sum() for _, keys in foreign)
         found.append((needed.table.max(), needed.sizes.max(), -early_queries, early_keys))
     message_rows, key_rows, later, early = np.max(found, axis=0).tolist()
