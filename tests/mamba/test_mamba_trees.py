@@ -27,7 +27,7 @@ from mixer_cases import (
 from tree_cases import MIXED, TREES, random_case, unrolled
 
 import thdattn
-from thdattn.mamba import oracle, trees
+from thdattn.mamba import nodes, oracle, trees
 from thdattn.mamba.oracle import Norm, Sizes
 from thdattn.mamba.segments import segment_rows
 from thdattn.oracle import judge
@@ -40,13 +40,14 @@ def mixer_case(trees, **options):
     return Case(trees.name, (), trees=trees, **options)
 
 
-def check(case, **options):
-    assert_equal(run(case, 1, FLOAT64, **options), truth(case, FLOAT64), 1e-12)
+def check(case, cp_size=1, **options):
+    assert_equal(run(case, cp_size, FLOAT64, **options), truth(case, FLOAT64), 1e-12)
 
 
 @pytest.mark.parametrize("trees", [*TREES, *map(random_case, range(8))], ids=str)
-def test_trees_give_what_the_paths_give(trees):
-    check(mixer_case(trees))
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
+def test_trees_give_what_the_paths_give(cp_size, trees):
+    check(mixer_case(trees), cp_size)
 
 
 @pytest.mark.parametrize("trees", [*TREES, random_case(9)], ids=str)
@@ -70,15 +71,17 @@ def test_the_oracle_of_trees_is_that_of_the_paths(trees):
     {"sizes": Sizes(2, 3, 4, 1), "conv_width": 1}, {"sizes": Sizes(3, 2, 5, 3), "conv_width": 2},
     {"norm": Norm(True, 2)}, {"norm": Norm(False, 1)},
 ], ids=str)  # fmt: skip
-def test_sizes_and_norms(options):
-    check(mixer_case(MIXED, **options))
-    check(mixer_case(TREES[1], **options), keep_activations=False)
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_sizes_and_norms(cp_size, options):
+    check(mixer_case(MIXED, **options), cp_size)
+    check(mixer_case(TREES[1], **options), cp_size, keep_activations=False)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
-def test_low_precision_errs_as_plain_maths_does(dtype):
+@pytest.mark.parametrize("cp_size", [1, 4])
+def test_low_precision_errs_as_plain_maths_does(cp_size, dtype):
     case = mixer_case(MIXED)
-    made, exact, plain = run(case, 1, dtype), truth(case, dtype), truth(case, dtype, dtype)
+    made, exact, plain = run(case, cp_size, dtype), truth(case, dtype), truth(case, dtype, dtype)
     for name in ("out", "zxbcdt"):
         verdict = judge(made[name], getattr(exact, name), getattr(plain, name))
         assert verdict.good, f"{name}: {verdict}"
@@ -94,23 +97,29 @@ def test_the_attention_beside_it_has_the_same_plan():
     np.testing.assert_array_equal(out, mixer.forward(zxbcdt, weights, mixer.plan(case.batch))[0])
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("keep", [False, True])
-def test_memory_says_what_is_kept_and_shared(keep):
-    case = mixer_case(MIXED, norm=Norm(True, 2))
-    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, keep_activations=keep)
-    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
-    plan, memory = mixer.plan(case.batch), mixer.memory(case.batch)
-    out, saved = mixer.forward(zxbcdt, weights, plan)
-    gradients, dweights = mixer.backward(dout, saved)
-    kept = saved.kept
-    assert memory["zxbcdt"] == zxbcdt.nbytes == gradients.nbytes == memory["dzxbcdt"] and memory["out"] == out.nbytes
-    assert memory["y"] == kept.y.nbytes > out.nbytes and memory["states"] == kept.states.nbytes
-    assert ("activations" in memory.saved) == keep and memory["dweights"] == sum(x.nbytes for x in dweights)
-    plans = plan, trees._nodes(mixer._layer, plan).plan
-    arrays = {id(x): x.nbytes for each in plans for x in vars(each.arrays).values() if hasattr(x, "nbytes")}
-    assert memory["plan"] == sum(arrays.values())
-    elsewhere = memory["plan"] + (0 if keep else memory["activations"])
-    assert memory.work - elsewhere == sum(x.nbytes for each in plans for x in each.workspace.arrays())
+def test_memory_says_what_is_kept_and_shared(keep, ranks):
+    case = mixer_case(LONG, norm=Norm(True, 2))
+
+    def program(comm):
+        mixer = case.mixer(comm, BFLOAT16, keep_activations=keep)
+        zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+        plan, memory = mixer.plan(case.batch), mixer.memory(case.batch)
+        out, saved = mixer.forward(plan.shard(zxbcdt), weights, plan)
+        gradients, dweights = mixer.backward(plan.shard(dout), saved)
+        kept = saved.kept
+        assert memory["zxbcdt"] == saved.zxbcdt.nbytes == gradients.nbytes == memory["dzxbcdt"]
+        assert memory["y"] == kept.y.nbytes > out.nbytes == memory["out"] and memory["states"] == kept.states.nbytes
+        assert ("activations" in memory.saved) == keep and memory["dweights"] == sum(x.nbytes for x in dweights)
+        assert memory.get("rows in front", 0) == kept.halo.nbytes * (comm.size > 1)
+        plans = plan, trees._nodes(mixer._layer, plan).plan
+        arrays = [{id(x): x.nbytes for x in vars(each.arrays).values() if hasattr(x, "nbytes")} for each in plans]
+        assert memory["plan"] == sum(sum(each.values()) for each in arrays)
+        elsewhere = memory["plan"] + (0 if keep else memory["activations"])
+        assert memory.work - elsewhere == sum(x.nbytes for each in plans for x in each.workspace.arrays())
+
+    thdattn.comm.run_local(ranks, program)
 
 
 @pytest.mark.parametrize(("lengths", "parents", "rows", "total"), [
@@ -121,9 +130,27 @@ def test_memory_says_what_is_kept_and_shared(keep):
     ((), (), 2048, 0),
 ])  # fmt: skip
 def test_nodes_get_whole_segments_that_are_as_long_as_pays(lengths, parents, rows, total):
-    layer = SimpleNamespace(engine=SimpleNamespace(mixer_segment_rows=2048), shape=SimpleNamespace(reach=3))
-    batch, _ = trees._with_whole_segments(thdattn.PackedBatch.from_trees(lengths, parents), layer)
-    assert batch.total_rows == total and segment_rows(SimpleNamespace(batch=batch), 2048) == rows
+    batch = thdattn.PackedBatch.from_trees(lengths, parents)
+    plan = SimpleNamespace(batch=batch, local_rows=batch.total_rows, cp_rank=0)
+    made = nodes.layout(plan, nodes.cut(plan, 3), 2048).batch
+    assert made.total_rows == total and segment_rows(made, 2048) == rows
+
+
+def test_ranks_send_states_at_open_forks_alone():
+    """A prompt of rank 0 goes on in rank 1, and has children on ranks 1 and 2, one of which goes on there."""
+    batch = thdattn.PackedBatch.from_trees([130, 20, 70, 80], [-1, 0, 0, 0])
+    made = []
+    for rank in range(3):
+        plan = SimpleNamespace(batch=batch, local_rows=100, cp_rank=rank)
+        pieces = nodes.cut(plan, 3)
+        made.append((nodes.crossings(pieces, rank), nodes.sent(plan, pieces)))
+    assert pieces.begins.tolist() == [0, 100, 130, 150, 200, 220] and pieces.ranks.tolist() == [0, 1, 1, 1, 2, 2]
+    assert pieces.before.tolist() == [-1, 0, 1, 1, 3, 1]
+    # In order: the exit of rank 0 with the entry of rank 1; the exit of the prompt with an entry; that of the child.
+    # Both exits of rank 1 follow the exit of rank 0.
+    assert made[0][0].before.tolist() == [-1, 0, 0, 2, 0, 4] and made[0][0].slots == 2
+    assert [(x.exits.tolist(), x.entries.tolist()) for x, _ in made] == [([0], []), ([2, 4], [1]), ([], [3, 5])]
+    assert [x.rows.tolist() for _, x in made] == [[97, 98, 99], [27, 28, 29, 97, 98, 99], []]
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------------
@@ -136,9 +163,9 @@ OTHER_SIZES = [
 EACH = pytest.mark.parametrize("engine", ["cuda", "portable"], indirect=True)
 
 
-def check_on_gpu(engine, trees, dtype=BFLOAT16, keep_activations=True, **options):
+def check_on_gpu(engine, trees, dtype=BFLOAT16, cp_size=1, keep_activations=True, **options):
     case = mixer_case(trees, **{"sizes": GPU_SIZES, **options})
-    made = run(case, 1, dtype, xp=engine.xp, keep_activations=keep_activations)
+    made = run(case, cp_size, dtype, xp=engine.xp, keep_activations=keep_activations)
     verdict = judge(made["out"], truth(case, dtype).out, truth(case, dtype, dtype).out)
     assert made["out"].dtype == dtype and verdict.good, verdict
     check_gradients(case, dtype, made)
@@ -147,8 +174,9 @@ def check_on_gpu(engine, trees, dtype=BFLOAT16, keep_activations=True, **options
 @pytest.mark.gpu
 @EACH
 @pytest.mark.parametrize("trees", [*TREES, LONG, *map(random_case, range(4))], ids=str)
-def test_trees_on_gpus_err_as_plain_maths_does(engine, trees):
-    check_on_gpu(engine, trees)
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_trees_on_gpus_err_as_plain_maths_does(engine, cp_size, trees):
+    check_on_gpu(engine, trees, cp_size=cp_size)
 
 
 @pytest.mark.gpu
@@ -156,6 +184,7 @@ def test_trees_on_gpus_err_as_plain_maths_does(engine, trees):
 @pytest.mark.parametrize("options", OTHER_SIZES, ids=str)
 def test_other_sizes_and_norms_on_gpus(engine, options):
     check_on_gpu(engine, MIXED, **options)
+    check_on_gpu(engine, MIXED, cp_size=2, **options)
 
 
 @pytest.mark.gpu
@@ -163,6 +192,7 @@ def test_other_sizes_and_norms_on_gpus(engine, options):
 @pytest.mark.parametrize("trees", [MIXED, LONG], ids=str)
 def test_float16_and_activations_that_are_not_kept_on_gpus(engine, trees):
     check_on_gpu(engine, trees, FLOAT16, keep_activations=False)
+    check_on_gpu(engine, trees, FLOAT16, cp_size=4, keep_activations=False)
 
 
 @pytest.mark.gpu
@@ -199,14 +229,8 @@ def test_replays_on_gpus_give_the_bits_of_calls(engine):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_several_ranks_and_caches_refuse_trees():
+def test_caches_refuse_trees():
     case = mixer_case(MIXED)
-
-    def program(comm):
-        with pytest.raises(ValueError, match=r"batch has trees .* and the mixer 2 ranks, wanted one rank"):
-            case.mixer(comm, FLOAT64).plan(case.batch)
-
-    thdattn.comm.run_local(2, program)
     mixer = case.mixer(thdattn.comm.init("single"), FLOAT64)
     zxbcdt, weights, _ = random_inputs(case, FLOAT64)
     _, saved = mixer.forward(zxbcdt, weights, mixer.plan(case.batch))

@@ -164,7 +164,7 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
         padded = _padded(rng, lengths, 1)
         case = FuzzCase("mixer", ranks, sharding="contiguous", lengths=lengths, padded=padded, slack=_slack(rng),
                         dtype=configuration.dtype, mixer=configuration.mixer, seed=seed)  # fmt: skip
-        return _with_trees(rng, case) if ranks == 1 and lengths and rng.random() < TREES else case
+        return _with_trees(rng, case) if lengths and rng.random() < TREES else case
     flow = _pick(rng, FLOWS)
     if flow in ("varlen", "decode"):
         if not simulated and ranks > 1:  # they are calls of one rank

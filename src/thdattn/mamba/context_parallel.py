@@ -14,6 +14,7 @@ run before its first use. The gather uses the transport of the attention's keys:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from thdattn.mamba.shape import Activations, Mamba2Weights, MixerShape
     from thdattn.plan.plan import Plan
 
+
+# Of states, decays, and a scan of a slice of segments: see _pass_states.
+PassStates = Callable[[Any, Any, Callable[[slice], None]], None]
 
 AHEAD = 16  # segments that run while states are exchanged
 
@@ -59,48 +63,50 @@ class Layer(NamedTuple):
     keep: bool = True
 
 
-def forward(
-    layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, out: Any = None
-) -> tuple[Any, Kept]:
+def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tuple[Any, Kept]:
     """Compute out of this rank's rows, and what the backward needs; see Mamba2Mixer.
 
     zxbcdt, weights: the engine's arrays.
-    out: the array to write; None: a new one.
     """
-    engine, comm, shape, keep = layer
+    engine, comm, shape, _ = layer
     halo = engine.mixer_tail(zxbcdt, plan, shape)
     if comm.size > 1 and shape.reach:
-        tails, wait = _gather(comm, plan, "rows", halo)
+        tails, wait = gather(comm, plan, "rows", halo)
         wait()
         halo = engine.mixer_halo(tails, plan, shape)
-    inputs = Inputs(zxbcdt, weights, plan, shape, halo)
+    out = plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype)
+    kept = compute(layer, Inputs(zxbcdt, weights, plan, shape, halo), out, partial(_pass_states, layer, plan))
+    plan.engine.nan_if_invalid(plan, out)
+    return out, kept
+
+
+def compute(layer: Layer, inputs: Inputs, out: Any, pass_states: PassStates) -> Kept:
+    """Compute out, a given array, of rows whose halo has arrived."""
+    engine, _, shape, keep = layer
     act, states, decays = engine.mixer_conv_states(inputs, keep)
-    y = plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype)
-    out = plan.engine.empty(y.shape, y.dtype) if out is None else out
-    _pass_states(layer, plan, states, decays,
-                 lambda segments: engine.mixer_scan(inputs, act, states, segments, y, out))
+    y = inputs.plan.engine.empty(out.shape, out.dtype)
+    pass_states(states, decays, lambda segments: engine.mixer_scan(inputs, act, states, segments, y, out))
     if shape.norm:
         engine.mixer_norm(inputs, y, out)
-    plan.engine.nan_if_invalid(plan, out)
-    return out, Kept(y, halo, states, act if keep else None)
+    return Kept(y, inputs.halo, states, act if keep else None)
 
 
 def memory(layer: Layer, plan: Plan) -> Memory:
     """Return the bytes that forward and backward allocate for a mixer with this plan, which needs no arrays."""
     engine, comm, shape, keep = layer
-    rows, segments = plan.local_rows, -(-plan.local_rows // segment_rows(plan, engine.mixer_segment_rows))
+    rows, segments = plan.local_rows, -(-plan.local_rows // segment_rows(plan.batch, engine.mixer_segment_rows))
     zxbcdt = Buffer("zxbcdt", (rows, shape.columns), shape.dtype)
     work, backward = engine.mixer_forward_buffers(plan, shape), engine.mixer_backward_buffers(plan, shape)
     saved = [zxbcdt, *[Buffer(name, (rows, shape.d_inner), shape.dtype) for name in ("out", "y")],
              Buffer("states", (segments, *shape.state), shape.sum_dtype)]  # fmt: skip
     (saved if keep else work).extend(engine.mixer_activations(plan, shape))
     windows = {}
-    if comm.size > 1:
+    if plan.cp_size > 1:
         halo = Buffer("rows in front", (shape.reach, shape.channels), shape.dtype)
         summary = Buffer("summary", (1, shape.summary), shape.sum_dtype)
-        there = [_of_ranks("rows", plan, halo), _of_ranks("states", plan, summary)]
-        back = [_of_ranks("gradients of states", plan, summary),
-                _of_ranks("gradients of rows", plan, halo._replace(dtype=shape.sum_dtype))]  # fmt: skip
+        there = [of_ranks("rows", plan, halo), of_ranks("states", plan, summary)]
+        back = [of_ranks("gradients of states", plan, summary),
+                of_ranks("gradients of rows", plan, halo._replace(dtype=shape.sum_dtype))]  # fmt: skip
         saved, work, backward = [*saved, halo], work + there, backward + back
         windows = largest_windows([comm.gather_bytes([x.nbytes // comm.size], 1) for x in (*there, *back)])
     forward = bytes_by_name([*plan.engine.plan_buffers(plan).values(), *work]) | windows
@@ -109,7 +115,7 @@ def memory(layer: Layer, plan: Plan) -> Memory:
                   {"dzxbcdt": zxbcdt.nbytes, "dweights": dweights})
 
 
-def _of_ranks(name: str, plan: Plan, send: Any) -> Buffer:
+def of_ranks(name: str, plan: Plan, send: Any) -> Buffer:
     """Declare the arrays of all ranks, one behind the other, for a gather of an array or buffer."""
     return Buffer(f"{name} of ranks", (plan.cp_size * send.shape[0], *send.shape[1:]), send.dtype)
 
@@ -120,26 +126,32 @@ def activations(engine: MixerEngine, inputs: Inputs, kept: Kept) -> Activations:
 
 
 def backward(
-    layer: Layer, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, dzxbcdt: Any = None
+    layer: Layer, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept
 ) -> tuple[Any, Mamba2Weights]:
     """Return the gradients of forward: dzxbcdt of this rank's rows, and their partial sums of the weights' gradients.
-
-    dzxbcdt: the array to write; None: a new one.
     """
     engine, comm, shape, _ = layer
-    inputs, states = Inputs(zxbcdt, weights, plan, shape, kept.halo), kept.states
-    dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype) if dzxbcdt is None else dzxbcdt
-    act, gradients = activations(engine, inputs, kept), engine.mixer_gradients(plan, shape)
-    dy, dstates, decays = engine.mixer_gate_states(inputs, act, kept.y, dout, dzxbcdt, gradients)
-    _pass_states(layer, plan, dstates, decays,
-                 lambda segments: engine.mixer_bwd(inputs, act, dy, states, dstates, segments, gradients), reverse=True)
-    dweights, ends = engine.mixer_conv_bwd(inputs, gradients, dzxbcdt)
+    dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype)
+    dweights, ends = compute_gradients(layer, Inputs(zxbcdt, weights, plan, shape, kept.halo), dout, kept, dzxbcdt,
+                                       partial(_pass_states, layer, plan, reverse=True))
     if comm.size > 1 and shape.reach:
-        halos, wait = _gather(comm, plan, "gradients of rows", ends[0])
+        halos, wait = gather(comm, plan, "gradients of rows", ends[0])
         wait()
         engine.mixer_add_halos(halos, ends[1], plan, shape, dzxbcdt)
     plan.engine.nan_if_invalid(plan, dzxbcdt, *dweights)
     return dzxbcdt, dweights
+
+
+def compute_gradients(
+    layer: Layer, inputs: Inputs, dout: Any, kept: Kept, dzxbcdt: Any, pass_states: PassStates
+) -> tuple[Mamba2Weights, Any]:
+    """Compute dzxbcdt, a given array, as far as it comes from this rank's rows, and return what mixer_conv_bwd does."""
+    engine, states = layer.engine, kept.states
+    act, gradients = activations(engine, inputs, kept), engine.mixer_gradients(inputs.plan, layer.shape)
+    dy, dstates, decays = engine.mixer_gate_states(inputs, act, kept.y, dout, dzxbcdt, gradients)
+    pass_states(dstates, decays,
+                lambda segments: engine.mixer_bwd(inputs, act, dy, states, dstates, segments, gradients))
+    return engine.mixer_conv_bwd(inputs, gradients, dzxbcdt)
 
 
 def _pass_states(
@@ -154,7 +166,7 @@ def _pass_states(
     if comm.size == 1:
         scan(slice(len(states)))
         return
-    summaries, wait = _gather(comm, plan, "gradients of states" if reverse else "states", summary)
+    summaries, wait = gather(comm, plan, "gradients of states" if reverse else "states", summary)
     ahead, waiting, others = plan.memoize(("turns", reverse), lambda: _turns(engine, plan, reverse))
     scan(ahead)
     wait()
@@ -162,13 +174,13 @@ def _pass_states(
     scan(others)
 
 
-def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]:
+def gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]:
     """Start to gather the arrays of all ranks, one behind the other in a buffer of the plan, and return it with its
     Pending.
 
     Through peer memory the rows of this rank itself are missing, as no rank reads its own.
     """
-    recv = plan.workspace.array(_of_ranks(name, plan, send))
+    recv = plan.workspace.array(of_ranks(name, plan, send))
     (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]], at_once=False)
     return recv, Pending(arrival.wait, recv)
 

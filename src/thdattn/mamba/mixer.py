@@ -147,8 +147,8 @@ class Mamba2Mixer:
         Raises:
             TypeError: batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: another sharding, a Sharding of another batch or size, or lengths on a GPU for the NumPy engine.
-                On every rank: prefix trees over several ranks. On every rank of several: a batch that differs between
-                ranks, or wrong lengths of the last plan that the GPU of one rank has reported meanwhile.
+                On every rank: prefix trees whose nodes are on a GPU. On every rank of several: a batch that differs
+                between ranks, or wrong lengths of the last plan that the GPU of one rank has reported meanwhile.
         """
         plan = self._outline(batch, sharding, like, finite_padding)
         refusal, self._lengths = _refused_trees(plan) or found_wrong(self._lengths), None
@@ -350,11 +350,10 @@ def _as_norm(
 
 def _refused_trees(plan: Plan) -> str:
     """Return why a mixer cannot have the prefix trees of a batch, and the remedy; "" if it can, or if it has none."""
-    if not plan.has_trees or (plan.cp_size == 1 and plan.batch.trees is not None):
+    if not plan.has_trees or plan.batch.trees is not None:
         return ""
-    where = "the host" if plan.batch.trees is not None else "a GPU"
-    return (f"batch has trees with nodes on {where}, and the mixer {plan.cp_size} ranks, wanted one rank and nodes on "
-            f"the host with trees; use that, or a batch of the paths (PackedBatch.paths)")
+    return ("batch has trees with nodes on a GPU, wanted them on the host for a mixer; pass a batch of from_trees, or "
+            "one of the paths (PackedBatch.paths)")
 
 
 def _check_sharding(sharding: Sharding) -> None:

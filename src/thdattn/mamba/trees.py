@@ -1,65 +1,102 @@
-"""Prefix trees in a Mamba-2 mixer, on one rank: states and the convolution fork at nodes.
+"""Prefix trees in a Mamba-2 mixer: states and the convolution fork at nodes.
 
 The recurrence works at segments of rows, each with one state in front of it. So every node gets segments of its own:
 rows move to a pack whose nodes are filled up to whole segments, and results move back. A segment then continues the one
 before it on its path, and the gradient of a state is the sum over the segments that continue it. In front of a node's
 tokens are copies of the rows that its convolution reads, the last ones of its ancestors. The dt of fillers and copies
 is 0, so they change no state. Gradients of copies are added to those of their rows.
+
+Ranks cut nodes into pieces, see nodes.py. They send each other the rows that others copy. They fold their segments from
+states of 0, gather the states at all exits with the decays from the entries, fold these too, and so know the states at
+their entries. Gradients of states pass from entries to exits in the same way.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.mamba import context_parallel
-from thdattn.mamba.context_parallel import Kept, Layer
-from thdattn.mamba.shape import CHUNK, Copies, Mamba2Weights
-from thdattn.packing import PackedBatch, rows_of_runs
+from thdattn.mamba.context_parallel import Kept, Layer, compute, compute_gradients, gather
+from thdattn.mamba.nodes import Crossings, Ints, Layout, Sent, crossings, cut, layout, sent
+from thdattn.mamba.segments import segment_rows, segments_before
+from thdattn.mamba.shape import Copies, Inputs, Mamba2Weights, MixerShape
+from thdattn.packing import PackedBatch
 from thdattn.plan.build import with_arrays
-from thdattn.plan.memory import Memory
-from thdattn.plan.node_table import node_table, rows_before
+from thdattn.plan.memory import Memory, largest_windows
 from thdattn.plan.plan import NO_ARRAYS, Plan
 from thdattn.plan.workspace import Buffer, bytes_by_name
 from thdattn.sharding import Sharding
-from thdattn.trees import Trees
 
-Ints = NDArray[np.int64]
 
-_BEGINNING = 2 * CHUNK  # rows that take as long as the beginning of a segment
+class _Outline(NamedTuple):
+    """The pack of this rank with whole segments, and what ranks exchange, as numbers on the host."""
+
+    layout: Layout
+    crossings: Crossings
+    sent: Sent
 
 
 class _Nodes(NamedTuple):
-    """A pack whose nodes have whole segments. Tables are int32 arrays of the engine.
+    """The pack of this rank with whole segments. Tables are int32 arrays of the engine.
 
-    plan: its plan.
-    sources: (its rows,), the row of the original pack that each holds; -1: a filler.
+    plan: its plan, of one rank.
+    outline: its _Outline.
+    sources: (its rows,), the row of this rank that each holds; -1: a filler, or a row of another rank.
     tokens: as sources, but -1 for copies too.
-    places: (rows of the original pack,), where each token went; -1: padding.
+    places: (local_rows,), where each token goes; -1: padding.
     others: the rows that hold no token.
-    copies: rows of the original pack that have copies, and where these are.
+    copies: rows of this rank that have copies here.
+    starts: of its segments, from mixer_starts.
+    shared: what several ranks need besides; None for one.
     """
 
     plan: Plan
+    outline: _Outline
     sources: Any
     tokens: Any
     places: Any
     others: Any
     copies: Copies
+    starts: Any
+    shared: _Shared | None
+
+
+class _Shared(NamedTuple):
+    """Tables of several ranks, int32 arrays of the engine.
+
+    rows: (slots,), rows that this rank sends; -1: none.
+    received: the slot in the gathered rows of each copy of a row of another rank.
+    into: where these copies are.
+    returned: (copy_slots,), as into; -1: none.
+    copies: rows of this rank that have copies on others, among the gathered gradients of copies.
+    starts: of all exits and entries, from mixer_starts.
+    """
+
+    rows: Any
+    received: Any
+    into: Any
+    returned: Any
+    copies: Copies
+    starts: Any
 
 
 def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tuple[Any, Kept]:
-    """Compute context_parallel.forward of trees; what is kept has whole segments."""
+    """Compute context_parallel.forward of trees. Kept has whole segments; its halo has the rows of other ranks."""
     nodes = _nodes(layer, plan)
-    rows, of_nodes, _ = map(nodes.plan.workspace.array, _buffers(layer, nodes.plan))
-    _fill(layer, nodes, zxbcdt, rows)
-    _, kept = context_parallel.forward(layer, nodes.plan, rows, weights, of_nodes)
+    rows, of_nodes, _ = map(nodes.plan.workspace.array, _buffers(layer.shape, nodes.outline))
+    received = _receive(layer, plan, nodes, zxbcdt)
+    kept = compute(layer, _filled(layer, nodes, zxbcdt, received, rows, weights), of_nodes,
+                   partial(_pass_states, layer, plan, nodes))
     out = plan.engine.empty((plan.local_rows, layer.shape.d_inner), zxbcdt.dtype)
     _move(plan, of_nodes, nodes.places, out)
-    return out, kept
+    return out, kept._replace(halo=received)
 
 
 def backward(
@@ -67,34 +104,98 @@ def backward(
 ) -> tuple[Any, Mamba2Weights]:
     """Compute context_parallel.backward of trees."""
     nodes = _nodes(layer, plan)
-    rows, of_nodes, gradients = map(nodes.plan.workspace.array, _buffers(layer, nodes.plan))
-    _fill(layer, nodes, zxbcdt, rows)
+    rows, of_nodes, gradients = map(nodes.plan.workspace.array, _buffers(layer.shape, nodes.outline))
+    inputs = _filled(layer, nodes, zxbcdt, kept.halo, rows, weights)
     _move(plan, dout, nodes.tokens, of_nodes)
-    _, dweights = context_parallel.backward(layer, nodes.plan, of_nodes, rows, weights, kept, gradients)
+    dweights, _ = compute_gradients(layer, inputs, of_nodes, kept._replace(halo=inputs.halo), gradients,
+                                    partial(_pass_states, layer, plan, nodes, reverse=True))
     dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype)
     _move(plan, gradients, nodes.places, dzxbcdt)
     layer.engine.mixer_add_copies(gradients, nodes.copies, layer.shape, dzxbcdt)
+    if nodes.shared and nodes.outline.sent.copy_slots:
+        send = plan.workspace.array(_sent_gradients(layer.shape, nodes.outline))
+        _move(plan, gradients, nodes.shared.returned, send)
+        of_copies, wait = gather(layer.comm, plan, "gradients of rows", send)
+        wait()
+        layer.engine.mixer_add_copies(of_copies, nodes.shared.copies, layer.shape, dzxbcdt)
     return dzxbcdt, dweights
 
 
 def memory(layer: Layer, plan: Plan) -> Memory:
     """Return the bytes of context_parallel.memory: the pack with whole segments is kept, and rows move to it."""
-    batch, _ = _with_whole_segments(plan.batch, layer)
-    outline = _outline(plan, batch)
-    given, moved = context_parallel.memory(layer, plan), context_parallel.memory(layer, outline)
-    rows, of_nodes, gradients = _buffers(layer, outline)
+    outline, shape = _outline(layer, plan), layer.shape
+    given, moved = (context_parallel.memory(layer, x) for x in (plan, _plan(plan, outline.layout.batch)))
+    rows, of_nodes, gradients = _buffers(shape, outline)
+    there, back, windows = [rows, of_nodes], [gradients], {}
+    received = {}
+    if plan.cp_size > 1:
+        sends = [_sent_rows(shape, outline), *_sent_states(shape, outline), _sent_gradients(shape, outline)]
+        names = "rows", "states", "decays", "gradients of rows"
+        recvs = [context_parallel.of_ranks(name, plan, send) for name, send in zip(names, sends, strict=True)]
+        there += [*sends[:3], *recvs[:3], *_state_buffers(layer, outline)]
+        back += [sends[3], recvs[3]]
+        windows = largest_windows([layer.comm.gather_bytes([x.nbytes], 1) for x in sends])
+        received = bytes_by_name([_received(shape, outline)])
     arrays = {"plan": given["plan"] + moved["plan"]}
-    return Memory(moved.forward | arrays | bytes_by_name([rows, of_nodes]),
-                  moved.backward | bytes_by_name([gradients]),
-                  moved.saved | {name: given[name] for name in ("zxbcdt", "out")}, given.grads)
+    return Memory(moved.forward | arrays | bytes_by_name(there) | windows, moved.backward | bytes_by_name(back),
+                  moved.saved | {name: given[name] for name in ("zxbcdt", "out")} | received, given.grads)
 
 
-def _buffers(layer: Layer, plan: Plan) -> tuple[Buffer, Buffer, Buffer]:
+# ----------------------------------------------------------------------------------------------------- buffers
+
+
+def _buffers(shape: MixerShape, outline: _Outline) -> tuple[Buffer, Buffer, Buffer]:
     """Declare zxbcdt of a pack with whole segments, out or dout, and dzxbcdt."""
-    shape = layer.shape
-    return (Buffer("rows of nodes", (plan.local_rows, shape.columns), shape.dtype),
-            Buffer("out of nodes", (plan.local_rows, shape.d_inner), shape.dtype),
-            Buffer("gradients of nodes", (plan.local_rows, shape.columns), shape.dtype))
+    rows = outline.layout.batch.total_rows
+    return (Buffer("rows of nodes", (rows, shape.columns), shape.dtype),
+            Buffer("out of nodes", (rows, shape.d_inner), shape.dtype),
+            Buffer("gradients of nodes", (rows, shape.columns), shape.dtype))
+
+
+def _sent_rows(shape: MixerShape, outline: _Outline) -> Buffer:
+    return Buffer("rows sent", (outline.sent.slots, shape.columns), shape.dtype)
+
+
+def _received(shape: MixerShape, outline: _Outline) -> Buffer:
+    return Buffer("rows in front", (len(outline.sent.sources), shape.columns), shape.dtype)
+
+
+def _sent_gradients(shape: MixerShape, outline: _Outline) -> Buffer:
+    return Buffer("gradients sent", (outline.sent.copy_slots, shape.columns), shape.dtype)
+
+
+def _sent_states(shape: MixerShape, outline: _Outline) -> tuple[Buffer, Buffer]:
+    """Declare the states, or gradients, that a rank sends, and the decays from its entries to its exits."""
+    slots = outline.crossings.slots
+    return (Buffer("states sent", (slots, math.prod(shape.state)), shape.sum_dtype),
+            Buffer("decays sent", (slots, 4 * shape.num_heads), shape.sum_dtype))
+
+
+def _state_buffers(layer: Layer, outline: _Outline) -> tuple[Buffer, Buffer, Buffer, Buffer]:
+    """Declare the states of this rank's segments from 0, decays from entries, and the same of all exits and entries.
+
+    Decays are folded as states of four equal numbers per head.
+    """
+    shape, batch = layer.shape, outline.layout.batch
+    segments = batch.total_rows // segment_rows(batch, layer.engine.mixer_segment_rows)
+    nodes, heads, dtype = len(outline.crossings.before), shape.num_heads, shape.sum_dtype
+    return (Buffer("states from 0", (segments, *shape.state), dtype), Buffer("decays", (segments, heads, 4), dtype),
+            Buffer("states of exits", (nodes, *shape.state), dtype), Buffer("decays", (nodes, heads), dtype, "exits"))
+
+
+# ----------------------------------------------------------------------------------------------------- tables
+
+
+def _outline(layer: Layer, plan: Plan) -> _Outline:
+    pieces = cut(plan, layer.shape.reach)
+    made = layout(plan, pieces, layer.engine.mixer_segment_rows)
+    return _Outline(made, crossings(pieces, plan.cp_rank), sent(plan, pieces))
+
+
+def _plan(plan: Plan, batch: PackedBatch) -> Plan:
+    """Return the plan of the pack with whole segments, without its arrays."""
+    return replace(plan, sharding=Sharding(batch, 1, "contiguous"), cp_rank=0, key_batch=batch, arrays=NO_ARRAYS,
+                   like=None, core=None)
 
 
 def _nodes(layer: Layer, plan: Plan) -> _Nodes:
@@ -105,62 +206,130 @@ def _nodes(layer: Layer, plan: Plan) -> _Nodes:
 
 
 def _make(layer: Layer, plan: Plan) -> _Nodes:
-    trees, reach, table = plan.batch.trees, layer.shape.reach, layer.engine.mixer_table
-    assert trees is not None
-    batch, begins = _with_whole_segments(plan.batch, layer)
-    firsts = trees.nodes[:-1] + (plan.batch.cu_seqlens_padded - plan.batch.cu_seqlens)[trees.tree]
-    rows, new = (rows_of_runs(begin, trees.lengths) for begin in (firsts, begins))
-    sources = np.full(batch.total_rows, -1, np.int32)
-    some, of_nodes, none = trees.lengths > 0, node_table(plan.batch), plan.batch.total_rows
-    for distance in range(1, reach + 1):
-        before = rows_before(of_nodes, firsts[some], distance, none)
-        sources[(begins[some] - distance)[before < none]] = before[before < none]
-    copies = np.flatnonzero(sources >= 0)
-    sources[new] = rows
-    tokens, places = np.full(batch.total_rows, -1, np.int32), np.full(plan.local_rows, -1, np.int32)
-    tokens[new], places[rows] = rows, new
+    outline, engine = _outline(layer, plan), layer.engine
+    made = outline.layout
+    num_rows = made.batch.total_rows
+    tokens, places = _table(num_rows, made.places, made.rows), _table(plan.local_rows, made.rows, made.places)
+    sources = tokens.copy()
+    sources[made.copies[1]] = made.copies[0]
     others = np.flatnonzero(tokens < 0).astype(np.int32)
-    return _Nodes(with_arrays(_outline(plan, batch)), table(sources), table(tokens), table(places), table(others),
-                  Copies(*map(table, _by_row(sources[copies], copies))))
+    starts = engine.mixer_starts(segments_before(made.batch, engine.mixer_segment_rows))
+    shared = _share(layer, outline) if plan.cp_size > 1 else None
+    upload = engine.mixer_table
+    return _Nodes(with_arrays(_plan(plan, made.batch)), outline, upload(sources), upload(tokens), upload(places),
+                  upload(others), _copies(layer, made.copies), starts, shared)
 
 
-def _by_row(rows: NDArray[np.int32], copies: Ints) -> list[NDArray[np.int32]]:
-    """Return the arrays of Copies, from the row that each copy is of."""
-    copied, counts = np.unique(rows, return_counts=True)
-    made = copied, np.append(0, np.cumsum(counts)), copies[np.argsort(rows, kind="stable")]
-    return [x.astype(np.int32) for x in made]
+def _share(layer: Layer, outline: _Outline) -> _Shared:
+    of_rows, into = outline.sent, outline.layout.received[1]
+    rows = _table(of_rows.slots, np.arange(len(of_rows.rows)), of_rows.rows)
+    returned = _table(of_rows.copy_slots, np.arange(len(into)), into)
+    upload = layer.engine.mixer_table
+    return _Shared(upload(rows), upload(of_rows.sources.astype(np.int32)), upload(into.astype(np.int32)),
+                   upload(returned), _copies(layer, of_rows.copies),
+                   layer.engine.mixer_starts(outline.crossings.before))
 
 
-def _outline(plan: Plan, batch: PackedBatch) -> Plan:
-    return replace(plan, sharding=Sharding(batch, 1, "contiguous"), key_batch=batch, arrays=NO_ARRAYS)
+def _table(length: int, index: Ints, values: Ints) -> NDArray[np.int32]:
+    """Return a table that has values at some indices, and -1 elsewhere."""
+    made = np.full(length, -1, np.int32)
+    made[index] = values
+    return made
 
 
-def _with_whole_segments(batch: PackedBatch, layer: Layer) -> tuple[PackedBatch, Ints]:
-    """Return trees whose nodes have copies in front and whole segments, and the row of each node's first token.
-
-    Segments are as long as is fastest: shorter ones need fewer fillers, but each takes time to begin.
-    """
-    trees = batch.trees
-    assert isinstance(trees, Trees)
-    front = np.where(trees.before >= 0, layer.shape.reach, 0)
-    lengths = np.where(trees.lengths > 0, trees.lengths + front, 0).astype(np.int64)
-
-    def segments(rows: int) -> Ints:
-        return -(-lengths // rows)
-
-    most = layer.engine.mixer_segment_rows
-    sizes = [CHUNK << i for i in range((most // CHUNK).bit_length())]
-    rows = min(sizes, key=lambda rows: segments(rows).sum() * (rows + _BEGINNING))
-    whole = segments(rows) * rows
-    return PackedBatch.from_trees(whole, trees.parents), np.cumsum(whole) - whole + front
+def _copies(layer: Layer, copies: Ints) -> Copies:
+    """Return Copies of (2, number): rows, and the place of a copy of each."""
+    rows, counts = np.unique(copies[0], return_counts=True)
+    made = rows, np.append(0, np.cumsum(counts)), copies[1][np.argsort(copies[0], kind="stable")]
+    return Copies(*(layer.engine.mixer_table(x.astype(np.int32)) for x in made))
 
 
-def _fill(layer: Layer, nodes: _Nodes, zxbcdt: Any, rows: Any) -> None:
-    """Move rows to the pack with whole segments; rows that hold no token change no state."""
+# ----------------------------------------------------------------------------------------------------- rows
+
+
+def _receive(layer: Layer, plan: Plan, nodes: _Nodes, zxbcdt: Any) -> Any:
+    """Return the rows of other ranks that this rank copies, in a new array."""
+    outline, shape = nodes.outline, layer.shape
+    of_others = _received(shape, outline)
+    received = plan.engine.empty(of_others.shape, of_others.dtype)
+    if nodes.shared and outline.sent.slots:
+        send = plan.workspace.array(_sent_rows(shape, outline))
+        _move(plan, zxbcdt, nodes.shared.rows, send)
+        rows, wait = gather(layer.comm, plan, "rows", send)
+        wait()
+        _move(plan, rows, nodes.shared.received, received)
+    return received
+
+
+def _filled(
+    layer: Layer, nodes: _Nodes, zxbcdt: Any, received: Any, rows: Any, weights: Mamba2Weights
+) -> Inputs:
+    """Move rows to the pack with whole segments, the array `rows`; rows that hold no token change no state."""
     _move(nodes.plan, zxbcdt, nodes.sources, rows)
+    if nodes.shared:
+        nodes.plan.engine.place_rows([received[:, None]], nodes.shared.into, nodes.plan, [rows[:, None]])
     layer.engine.mixer_clear_dt(rows, nodes.others, layer.shape)
+    return Inputs(rows, weights, nodes.plan, layer.shape, layer.engine.mixer_tail(rows, nodes.plan, layer.shape))
 
 
 def _move(plan: Plan, x: Any, order: Any, into: Any) -> None:
     """Put row order[i] of x at i; a row of -1 becomes 0."""
     plan.engine.pack_rows([x[:, None]], order, [into[:, None]])
+
+
+# ----------------------------------------------------------------------------------------------------- states
+
+
+def _pass_states(
+    layer: Layer, plan: Plan, nodes: _Nodes, states: Any, decays: Any, scan: Callable[[slice], None],
+    reverse: bool = False,
+) -> None:
+    """Turn what segments add to states into the states in front of them, through all ranks, and scan all segments."""
+    if nodes.shared and nodes.outline.crossings.slots:
+        _exchange(layer, plan, nodes, states, decays, reverse)
+    layer.engine.mixer_fold_trees(states, decays, nodes.starts, reverse)
+    scan(slice(len(states)))
+
+
+def _exchange(layer: Layer, plan: Plan, nodes: _Nodes, states: Any, decays: Any, reverse: bool) -> None:
+    """Let entries add the states of other ranks; reverse: exits the gradients from other ranks."""
+    engine, comm, shape, _ = layer
+    here, all_ranks, shared = nodes.outline.layout, nodes.outline.crossings, nodes.shared
+    assert shared is not None
+    array = plan.workspace.array
+    alone, path, of_exits, decays_of_exits = map(array, _state_buffers(layer, nodes.outline))
+    alone[...] = states
+    engine.mixer_fold_trees(alone, decays, nodes.starts, reverse)
+    path.fill(0)
+    for segment in here.entries.tolist():
+        path[segment] = 1
+    engine.mixer_fold_trees(path, decays, nodes.starts)
+    gathered = []
+    for name, x, segments, buffer in zip(
+            ("states", "decays"), (alone, path), (here.entries if reverse else here.exits, here.exits),
+            _sent_states(shape, nodes.outline), strict=True):  # fmt: skip
+        send = array(buffer)
+        _pick(_flat(x), segments, send)
+        gathered.append(gather(comm, plan, name, send))
+    for _, wait in gathered:
+        wait()
+    (of_ranks, _), (decays_of_ranks, _) = gathered
+    _pick(of_ranks, all_ranks.of_entries if reverse else all_ranks.of_exits, _flat(of_exits))
+    _pick(decays_of_ranks.reshape(-1, shape.num_heads, 4)[:, :, 0], all_ranks.of_exits, decays_of_exits)
+    engine.mixer_fold_trees(of_exits, decays_of_exits, shared.starts, reverse)
+    into, mine = (here.exits, all_ranks.exits) if reverse else (here.entries, all_ranks.entries)
+    for segment, node in zip(into.tolist(), mine.tolist(), strict=True):
+        states[segment] = of_exits[node]
+
+
+def _pick(x: Any, index: Ints, into: Any) -> None:
+    """Put x[index[i]] at i, 0 where the index is -1 or missing."""
+    into.fill(0)
+    for i, j in enumerate(index.tolist()):
+        if j >= 0:
+            into[i] = x[j]
+
+
+def _flat(x: Any) -> Any:
+    """Return a view with one row per item."""
+    return x.reshape(len(x), math.prod(x.shape[1:]))

@@ -31,7 +31,6 @@ from thdattn.mamba.configs import (
     segments_of_block,
     slab_for,
 )
-from thdattn.mamba.cuda.trees import starts
 from thdattn.mamba.reference.conv import halo_rows
 from thdattn.mamba.segments import segment_rows
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape
@@ -67,7 +66,7 @@ def segments_of(plan: Plan) -> int:
 
 def segment_chunks(plan: Plan) -> int:
     """Return the number of chunks of a segment."""
-    return segment_rows(plan, mixer_segment_rows) // CHUNK
+    return segment_rows(plan.batch, mixer_segment_rows) // CHUNK
 
 
 def size_of(plan: Plan, shape: MixerShape) -> Any:
@@ -242,12 +241,14 @@ def _states(plan: Plan, shape: MixerShape, convolves: bool) -> tuple[Array, Laun
 def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Turn what segments add into the states in front of them, in place. See reference.mixer_fold."""
     summary = plan.workspace.array(_summary(shape))
-    if plan.has_trees:  # they end on this rank, so that no other rank needs a summary
-        tables = starts(plan, segment_rows(plan, mixer_segment_rows))
-        _walk(_FOLD_TREES, (states, decays, tables), range(len(states)), shape.state, reverse)
-    else:
-        _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
+    _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
     return summary
+
+
+def mixer_fold_trees(states: Array, decays: Array, starts: Array, reverse: bool = False) -> None:
+    """Turn what segments of trees add into the states in front of them, in place. See reference.mixer_fold_trees."""
+    if len(states):
+        _walk(_FOLD_TREES, (states, decays, starts), range(len(states)), states.shape[1:], reverse)
 
 
 def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:

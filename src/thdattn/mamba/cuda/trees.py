@@ -13,9 +13,7 @@ from thdattn.engines.cuda.launch import Array
 from thdattn.jit import compiler
 from thdattn.kernels.instances import instance
 from thdattn.mamba.configs import CONV_BACK_COLUMNS
-from thdattn.mamba.segments import segments_before
 from thdattn.mamba.shape import Copies, MixerShape
-from thdattn.plan.plan import Plan
 
 
 def mixer_table(table: NDArray[np.int32]) -> Array:
@@ -37,13 +35,10 @@ def mixer_add_copies(gradients: Array, copies: Copies, shape: MixerShape, dzxbcd
         grid, 128, (gradients, dzxbcdt, *copies, *ints))
 
 
-def starts(plan: Plan, rows: int) -> Array:
-    """Return the struct Start of kernels/mamba/trees.cu for every segment of so many rows, (segments, 2) int32."""
-    return plan.memoize("starts of segments", lambda: launch.upload(_starts(plan, rows)))
-
-
-def _starts(plan: Plan, rows: int) -> NDArray[np.int32]:
-    before = segments_before(plan, rows)
+def mixer_starts(before: NDArray[np.int64]) -> Array:
+    """Return the struct Start of kernels/mamba/trees.cu for every segment, (segments, 2) int32; see
+    reference.mixer_starts.
+    """
     own = np.arange(len(before))
     first = np.where(before == own - 1, own, np.where(before < 0, -1, before + 1))
-    return np.stack([first, np.isin(own, first[first != own])], axis=1).astype(np.int32)
+    return launch.upload(np.stack([first, np.isin(own, first[first != own])], axis=1).astype(np.int32))

@@ -27,7 +27,6 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.mamba.segments import segments_before
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
@@ -176,8 +175,6 @@ def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reve
         (1, summary), all segments as one: the state behind (reverse: the gradient of the state in front), then the
             decays.
     """
-    if plan.has_trees:
-        return _fold_trees(states, decays, plan, shape, reverse)
     state, through = np.zeros(shape.state, states.dtype), np.ones(shape.num_heads, states.dtype)
     for segment in reversed(range(len(states))) if reverse else range(len(states)):
         own = states[segment].copy()
@@ -187,24 +184,23 @@ def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reve
     return np.concatenate([state.ravel(), through])[None]
 
 
-def _fold_trees(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool) -> Array:
-    """Fold the segments of trees whose nodes begin segments: each continues the one before it on its path.
+@on_host
+def mixer_fold_trees(states: Array, decays: Array, starts: Array, reverse: bool = False) -> None:
+    """Turn what segments of trees add into the states in front of them, in place, as mixer_fold does.
 
-    Returns:
-        (1, summary), zeros, as trees end on their rank.
+    Args:
+        states: (segments, num_heads, ...).
+        starts: from mixer_starts.
     """
-    before = segments_before(plan, CHUNK)
     own = states.copy()
     if reverse:
         states[...] = 0
         for segment in reversed(range(len(states))):
-            if before[segment] >= 0:
-                states[before[segment]] += _times(decays[segment], states[segment]) + own[segment]
+            if starts[segment] >= 0:
+                states[starts[segment]] += _times(decays[segment], states[segment]) + own[segment]
     else:
-        for segment in range(len(states)):
-            front = before[segment]
+        for segment, front in enumerate(starts.tolist()):
             states[segment] = _times(decays[front], states[front]) + own[front] if front >= 0 else 0
-    return np.zeros((1, shape.summary), states.dtype)
 
 
 @on_host
