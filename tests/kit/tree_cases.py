@@ -24,6 +24,9 @@ TREES = (
     Case("trees-none", (), parents=()),
 )
 
+# With mixers on GPUs: nodes of several segments, and segments of several chunks.
+LONG = replace(MIXED, name="trees-of-segments", lengths=(700, 300, 0, 650, 64, 500), parents=(-1, 0, 1, 1, 0, -1))
+
 
 def draw_trees(rng: np.random.Generator, most_nodes: int, most_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Draw lengths and parents of nodes: any depth and fan, empty nodes, several trees."""

@@ -9,13 +9,18 @@ from cases import to_host
 from launch import RANKS, all_done, run_gpu_ranks
 from loopback import Loopback, Mirror
 from mixer_cases import BFLOAT16, GPU_SIZES, Case, random_inputs
+from tree_cases import LONG
 
 import thdattn
 
 pytestmark = pytest.mark.gpu
 
 PROGRAM = RANKS / "mamba_ranks.py"
-PACKS = {"over-all-ranks": (3000,), "own-and-crossing": (700, 1400, 3, 897), "own": (1500, 1500)}
+PACKS = [
+    *(Case(name, lengths, sizes=GPU_SIZES) for name, lengths in (
+        ("over-all-ranks", (3000,)), ("own-and-crossing", (700, 1400, 3, 897)), ("own", (1500, 1500)))),
+    Case(LONG.name, (), trees=LONG, sizes=GPU_SIZES),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -25,9 +30,8 @@ def test_ranks_together_are_one_rank(cupy, transport, n):
 
 
 @pytest.mark.usefixtures("poisoned_gpu")
-@pytest.mark.parametrize("name", PACKS)
-def test_peer_memory_gives_the_bits_of_collectives(cupy, monkeypatch, name):
-    case = Case(name, PACKS[name], sizes=GPU_SIZES)
+@pytest.mark.parametrize("case", PACKS, ids=str)
+def test_peer_memory_gives_the_bits_of_collectives(cupy, monkeypatch, case):
     zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
     with cupy.cuda.Stream(non_blocking=True):
         comm = Loopback(monkeypatch)

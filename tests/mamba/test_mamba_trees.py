@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,16 +23,13 @@ from mixer_cases import (
     run,
     truth,
 )  # fmt: skip
-from tree_cases import MIXED, TREES, random_case, unrolled
+from tree_cases import LONG, MIXED, TREES, random_case, unrolled
 
 import thdattn
 from thdattn.mamba import nodes, oracle, trees
 from thdattn.mamba.oracle import Norm, Sizes
 from thdattn.mamba.segments import segment_rows
 from thdattn.oracle import judge
-
-# Nodes of several segments, and segments of several chunks.
-LONG = replace(MIXED, name="trees-of-segments", lengths=(700, 300, 0, 650, 64, 500), parents=(-1, 0, 1, 1, 0, -1))
 
 
 def mixer_case(trees, **options):

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.mamba import context_parallel
-from thdattn.mamba.context_parallel import Kept, Layer, compute, compute_gradients, gather
+from thdattn.mamba.context_parallel import Kept, Layer, compute, compute_gradients, gather, of_ranks
 from thdattn.mamba.nodes import Crossings, Ints, Layout, Sent, crossings, cut, layout, sent
 from thdattn.mamba.segments import segment_rows, segments_before
 from thdattn.mamba.shape import Copies, Inputs, Mamba2Weights, MixerShape
@@ -129,11 +129,10 @@ def memory(layer: Layer, plan: Plan) -> Memory:
     there, back, windows = [rows, of_nodes], [gradients], {}
     received = {}
     if plan.cp_size > 1:
-        sends = [_sent_rows(shape, outline), *_sent_states(shape, outline), _sent_gradients(shape, outline)]
-        names = "rows", "states", "decays", "gradients of rows"
-        recvs = [context_parallel.of_ranks(name, plan, send) for name, send in zip(names, sends, strict=True)]
-        there += [*sends[:3], *recvs[:3], *_state_buffers(layer, outline)]
-        back += [sends[3], recvs[3]]
+        sends = copied, states, copies = [of(shape, outline) for of in (_sent_rows, _sent_states, _sent_gradients)]
+        there += [copied, states, of_ranks("rows", plan, copied), of_ranks("states", plan, states),
+                  *_state_buffers(layer, outline)]
+        back += [copies, of_ranks("gradients of states", plan, states), of_ranks("gradients of rows", plan, copies)]
         windows = largest_windows([layer.comm.gather_bytes([x.nbytes], 1) for x in sends])
         received = bytes_by_name([_received(shape, outline)])
     arrays = {"plan": given["plan"] + moved["plan"]}
@@ -164,11 +163,10 @@ def _sent_gradients(shape: MixerShape, outline: _Outline) -> Buffer:
     return Buffer("gradients sent", (outline.sent.copy_slots, shape.columns), shape.dtype)
 
 
-def _sent_states(shape: MixerShape, outline: _Outline) -> tuple[Buffer, Buffer]:
-    """Declare the states, or gradients, that a rank sends, and the decays from its entries to its exits."""
-    slots = outline.crossings.slots
-    return (Buffer("states sent", (slots, math.prod(shape.state)), shape.sum_dtype),
-            Buffer("decays sent", (slots, 4 * shape.num_heads), shape.sum_dtype))
+def _sent_states(shape: MixerShape, outline: _Outline) -> Buffer:
+    """Declare the states, or their gradients, that a rank sends, each with the decays from its entries to its exits."""
+    numbers = math.prod(shape.state) + 4 * shape.num_heads
+    return Buffer("states sent", (outline.crossings.slots, numbers), shape.sum_dtype)
 
 
 def _state_buffers(layer: Layer, outline: _Outline) -> tuple[Buffer, Buffer, Buffer, Buffer]:
@@ -304,18 +302,13 @@ def _exchange(layer: Layer, plan: Plan, nodes: _Nodes, states: Any, decays: Any,
     for segment in here.entries.tolist():
         path[segment] = 1
     engine.mixer_fold_trees(path, decays, nodes.starts)
-    gathered = []
-    for name, x, segments, buffer in zip(
-            ("states", "decays"), (alone, path), (here.entries if reverse else here.exits, here.exits),
-            _sent_states(shape, nodes.outline), strict=True):  # fmt: skip
-        send = array(buffer)
-        _pick(_flat(x), segments, send)
-        gathered.append(gather(comm, plan, name, send))
-    for _, wait in gathered:
-        wait()
-    (of_ranks, _), (decays_of_ranks, _) = gathered
-    _pick(of_ranks, all_ranks.of_entries if reverse else all_ranks.of_exits, _flat(of_exits))
-    _pick(decays_of_ranks.reshape(-1, shape.num_heads, 4)[:, :, 0], all_ranks.of_exits, decays_of_exits)
+    send, numbers = array(_sent_states(shape, nodes.outline)), math.prod(shape.state)
+    _pick(_flat(alone), here.entries if reverse else here.exits, send[:, :numbers])
+    _pick(_flat(path), here.exits, send[:, numbers:])
+    gathered, wait = gather(comm, plan, "gradients of states" if reverse else "states", send)
+    wait()
+    _pick(gathered[:, :numbers], all_ranks.of_entries if reverse else all_ranks.of_exits, _flat(of_exits))
+    _pick(gathered[:, numbers::4], all_ranks.of_exits, decays_of_exits)
     engine.mixer_fold_trees(of_exits, decays_of_exits, shared.starts, reverse)
     into, mine = (here.exits, all_ranks.exits) if reverse else (here.entries, all_ranks.entries)
     for segment, node in zip(into.tolist(), mine.tolist(), strict=True):

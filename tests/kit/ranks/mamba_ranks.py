@@ -31,6 +31,7 @@ from mixer_cases import (
     truth,
 )  # fmt: skip
 from ranks.comm_contract import join
+from tree_cases import LONG, MIXED
 
 from thdattn import oracle
 
@@ -38,6 +39,7 @@ CROSSING_GPUS = (
     *ON_GPUS,
     Case("over-all-ranks", (2500,), sizes=GPU_SIZES),
     Case("own-and-crossing", (1024, 600, 2000, 300), padded=(1024, 600, 2004, 300), sizes=GPU_SIZES),
+    *(Case(trees.name, (), trees=trees, sizes=GPU_SIZES) for trees in (MIXED, LONG)),
 )
 
 
@@ -45,7 +47,7 @@ def run_cases(comm: thdattn.comm.Comm) -> None:
     """What ranks make together is the oracle's in float64, and bit by bit what simulated ranks make in bfloat16."""
     from mpi4py import MPI
 
-    for case in CASES.values():
+    for case in (*CASES.values(), Case(MIXED.name, (), trees=MIXED)):
         for dtype in (FLOAT64, BFLOAT16):
             ranks = MPI.COMM_WORLD.allgather(run_rank(case, comm, dtype, random_inputs(case, dtype)))
             if comm.rank > 0:
