@@ -80,6 +80,7 @@ def launches(request, monkeypatch):
     monkeypatch.setattr(forward, "tensor_map", lambda *args: None)
     gpu = launch.Gpu(sm90=request.param == "hopper", multiprocessors=132, shared_bytes=232448)
     monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+    monkeypatch.setattr(compiler, "device_arch", lambda: "sm_90a" if gpu.sm90 else "sm_80")
     monkeypatch.setattr(select, "_no_gpu", lambda: None)
     monkeypatch.setattr(cuda, "capture", lambda: None)
     monkeypatch.setattr(compiler, "kernel", kernel)
