@@ -122,7 +122,7 @@ class Gate:
       do {
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
         if (*open) { *passed = 1; return; }
-      } while (now - begun < 10000000000ull);
+      } while (now - begun < 30000000000ull);
     }"""
 
     def __init__(self, cupy):

@@ -264,10 +264,10 @@ __device__ __forceinline__ void consume_forward(
       auto add_scores = [&] {
         release_keys();
         const float below = kCaps ? depth(score) : 0.f;
-        const bool masked = mine & kMasked;
+        const bool masked = mine & kMasked, ended = kTrees && mine & kEnded;
         if (masked) hide(score, range, first_key);
-        if (kTrees && masked) trees.hide(score, first_row + lane / 4, first_key);
-        softmax.add(score, below, masked);
+        if (ended) trees.hide(score, first_row + lane / 4, first_key);
+        softmax.add(score, below, masked || ended);
       };
       begin_in_turn(begins ? consumer * kTileN * kHeadDim / 32 : 0), begins = false;
       wgmma_begin();

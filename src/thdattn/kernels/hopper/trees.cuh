@@ -12,7 +12,7 @@ __device__ __forceinline__ u32 flags_in_trees(Trees trees, u32 flags, int first_
   #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     if (ends.y <= first_query + group * 64) flags &= ~(kSees << 2 * group);
-    if (ends.x < first_query + (group + 1) * 64) flags |= kMasked << 2 * group;
+    if (ends.x < first_query + (group + 1) * 64) flags |= kEnded << 2 * group;
   }
   return flags;
 }
