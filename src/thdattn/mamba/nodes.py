@@ -90,15 +90,17 @@ def layout(plan: Plan, pieces: Pieces, most: int) -> Layout:
     lengths = np.ones(len(parents), np.int64)
     lengths[nodes] = pieces.ends[mine] - pieces.begins[mine] + front
     batch = _whole_segments(lengths, parents, most)
-    begins = (np.cumsum(batch.trees.lengths) - batch.trees.lengths)[nodes] + front  # type: ignore[union-attr]
+    assert batch.trees is not None
+    begins = batch.trees.nodes[nodes] + front
     rows, places = (rows_of_runs(x, lengths[nodes] - front).astype(np.int64)
                     for x in (pieces.begins[mine] - first, begins))  # fmt: skip
     piece, distance = np.nonzero(pieces.copied[mine] < none)
     copies = np.stack([pieces.copied[mine][piece, distance], begins[piece] - distance - 1])
     here = copies[0] >= first
     entries = sorted((piece, node) for piece, node in node_of.items() if pieces.ranks[piece] != plan.cp_rank)
+    segment = batch.trees.nodes.astype(np.int64) // segment_rows(batch, most)
     return Layout(batch, rows, places, copies[:, here] - [[first], [0]], copies[:, ~here],
-                  _in_segments(batch, entries, most), _in_segments(batch, exits, most))
+                  *(segment[[node for _, node in each]] for each in (entries, exits)))
 
 
 def _nodes(pieces: Pieces, mine: Ints) -> tuple[list[int], dict[int, int], list[tuple[int, int]]]:
@@ -136,14 +138,6 @@ def _whole_segments(lengths: Ints, parents: Sequence[int], most: int) -> PackedB
     return PackedBatch.from_trees(segments(rows) * rows, np.array(parents, np.int64))
 
 
-def _in_segments(batch: PackedBatch, nodes: Sequence[tuple[int, int]], most: int) -> Ints:
-    """Return the first segments of the nodes of (piece, node)."""
-    assert batch.trees is not None
-    begins = batch.trees.nodes[[node for _, node in nodes]].astype(np.int64)
-    segments: Ints = begins // segment_rows(batch, most)
-    return segments
-
-
 class Crossings(NamedTuple):
     """The exits and entries of all ranks as a tree, and where gathered arrays have their states.
 
@@ -163,7 +157,7 @@ class Crossings(NamedTuple):
 
 def crossings(pieces: Pieces, rank: int) -> Crossings:
     """Return what the states of this rank pass through."""
-    crossing, nothing = pieces.crossing, np.zeros(0, np.int64)
+    crossing = pieces.crossing
     entries = np.unique(np.stack([pieces.before[crossing], pieces.ranks[crossing]]), axis=1)
     exits = np.unique(entries[0])
     # In the order of a tree: each exit, the entries that follow it, and then later exits.
@@ -176,14 +170,14 @@ def crossings(pieces: Pieces, rank: int) -> Crossings:
     before = [node_of.get(of if entry else _entered(pieces, of), -1)
               for of, entry in zip(piece.tolist(), is_entry.tolist(), strict=True)]  # fmt: skip
     kinds = [np.flatnonzero(is_entry == kind) for kind in (False, True)]
-    slots = int(max((np.bincount(owner[kind]).max(initial=0) for kind in kinds), default=0))
+    slots = max(int(np.bincount(owner[kind]).max(initial=0)) for kind in kinds)
     of_kinds = []
     for kind in kinds:
         slot = np.full(len(piece), -1)
         slot[kind] = slots * owner[kind] + ordinals(owner[kind])
         of_kinds.append(slot)
     mine = (kind[owner[kind] == rank] for kind in kinds)
-    return Crossings(slots, np.array(before, np.int64) if before else nothing, *of_kinds, *mine)
+    return Crossings(slots, np.array(before, np.int64), *of_kinds, *mine)
 
 
 def _entered(pieces: Pieces, piece: int) -> int:
