@@ -291,9 +291,9 @@ class Tiles:
         return instance("thd_attn_bwd_dq", dtype, dq_dtype, caps, *self._dims, t.tile_n, t.warps,
                         shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair, trees=trees)
 
-    def thd_attn_round(self, dq_dtype: str) -> Instance:
+    def thd_attn_round_dq(self, dq_dtype: str) -> Instance:
         """Return the kernel that rounds dq's accumulators."""
-        return instance("thd_attn_round", dq_dtype)
+        return instance("thd_attn_round_dq", dq_dtype)
 
     def thd_attn_decode(self, dtype: str, kind: Kind = PLAIN) -> Instance:
         """Return the decode kernel for "float16" or "bfloat16"."""
@@ -331,9 +331,9 @@ class Tiles:
                 *(self.thd_attn_bwd(dtype, grad, with_dq, backward)
                   for grad in (dtype, "float32") for with_dq in (True, False)),
                 *(self.thd_attn_bwd_dq(dtype, dq, trees=trees) for trees in (False, True) for dq in (dtype, "float32")),
-                self.thd_attn_round(dtype),
+                self.thd_attn_round_dq(dtype),
             )
-        ] + [self.thd_attn_round("float32")]
+        ] + [self.thd_attn_round_dq("float32")]
 
     # ---------------------------------------------------------------------------------------- Hopper kernels
 

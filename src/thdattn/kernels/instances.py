@@ -8,6 +8,7 @@ ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
 CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
 REDUCE_KERNELS = {dtype: f"thd_peer_reduce<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
+ROUND_KERNELS = {dtype: f"thd_attn_round<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
 GATHER_KERNEL = "thd_peer_exchange<AllGather>"
 EXCHANGE_KERNELS = {size: f"thd_peer_exchange<AllToAll<{word}>>"  # by the bytes of a word
                     for size, word in ((16, "uint4"), (4, "u32"), (1, "unsigned char"))}

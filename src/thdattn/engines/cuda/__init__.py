@@ -15,7 +15,6 @@ from thdattn.engines.cuda.plan import enter, nan_if_invalid, plan_arrays, plan_b
 from thdattn.engines.cuda.rows import add_partials, pack_rows, place_rows, to_rank_order, to_sequence_order
 from thdattn.engines.cuda.softcap import sinks_grad
 from thdattn.engines.cuda.workspace import backward_buffers, forward_buffers
-from thdattn.jit import compiler
 from thdattn.kernels.configs import TILES
 
 name = "cuda"
@@ -29,5 +28,5 @@ def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     gpu, row = launch.this_gpu(), TILES[head_dim, v_head_dim]
     if gpu.sm90:
         return row.forward_sm90.tile_m, row.backward_sm90.tile_n
-    row = row.on(compiler.device_arch())
+    row = row.on(gpu.arch)
     return row.forward.tile_m, row.backward_for(gpu.shared_bytes).tile_n

@@ -2,8 +2,8 @@
 
 Every backward starts with thd_attn_delta. On Hopper, thd_attn_bwd_sm90 follows, or for head dims 192/128
 thd_attn_bwd_shared_dq_sm90, or beyond them thd_attn_bwd_by_gradient_sm90 and thd_attn_round_dq_sm90; deterministic,
-the latter without dq, and thd_attn_bwd_dq_sm90. Elsewhere thd_attn_bwd and thd_attn_round; deterministic, thd_attn_bwd
-without dq and thd_attn_bwd_dq.
+the latter without dq, and thd_attn_bwd_dq_sm90. Elsewhere thd_attn_bwd and thd_attn_round_dq; deterministic,
+thd_attn_bwd without dq and thd_attn_bwd_dq.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from thdattn.engines.cuda.workspace import (
 from thdattn.jit import compiler
 from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, OWNERS, PACK_FILTER, PARTIALS
 from thdattn.kernels.configs import DQ_ROWS, TILES, BackwardByGradientSm90, BackwardSharedDqSm90, Tiles, lanes_of
-from thdattn.kernels.instances import Instance
+from thdattn.kernels.instances import ROUND_KERNELS, Instance
 from thdattn.plan.owners import places_of_keys
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer, pair_of
@@ -154,8 +154,7 @@ class _Call:
 def rounded(x: Array, dtype: DTypeLike) -> Array:
     """Return a float32 array (rows, heads, head_dim) rounded to a 16-bit dtype, as a new array."""
     out = launch.empty(x.shape, dtype)
-    kernel = compiler.kernel(*TILES[64, 64].thd_attn_round(out.dtype.name))  # the same for all head dims
-    kernel((-(-x.size // 2048),), 256, (out, x, np.float32(1), np.uint64(x.size // 8)))
+    compiler.kernel(ROUND_KERNELS[out.dtype.name])((-(-x.size // 2048),), 256, (out, x, np.uint64(x.size)))
     return out
 
 
@@ -319,12 +318,13 @@ class _Portable:
     def __init__(self, plan: Plan, spec: _Spec) -> None:
         heads, (dtype, dq_dtype, kv_dtype) = spec.heads, (
             x.name for x in (spec.heads.dtype, spec.dq_dtype, spec.kv_dtype))
-        row = TILES[heads.head_dim, heads.v_head_dim].on(compiler.device_arch())
+        gpu = launch.this_gpu()
+        row = TILES[heads.head_dim, heads.v_head_dim].on(gpu.arch)
         accum, most = (dq_accum(plan, n, spec.deterministic) for n in (heads.num_heads, heads.most_heads))
         self._dq_accum, self._kv_dtype = plan.workspace.array(most, accum.shape), spec.kv_dtype
         stats, self._delta = _delta(plan, heads, self._dq_accum)
         sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, padded_rows(plan.local_rows), heads.group)))
-        tiles = row.backward_for(launch.this_gpu().shared_bytes)
+        tiles = row.backward_for(gpu.shared_bytes)
         main = compiler.kernel(*row.thd_attn_bwd(dtype, kv_dtype, not spec.deterministic, tiles, spec.caps))
         key_ranges = plan.key_ranges if plan.has_masked_out_queries else launch.NONE
         self._mains = [[Launch(
@@ -335,9 +335,10 @@ class _Portable:
             compiler.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype, spec.caps, plan.has_trees)),
             (-(-plan.local_rows // row.backward_dq.tile_m), heads.num_heads), 32 * row.backward_dq.warps,
             (stats, plan.key_ranges, plan.query_ranges, *sizes, *trees_of(plan)))
-        size = plan.local_rows * heads.num_heads * heads.head_dim
+        columns = heads.num_heads * heads.head_dim
         self._round_dq = Launch(
-            compiler.kernel(*row.thd_attn_round(dq_dtype)), (-(-size // 2048),), 256, (np.uint64(size // 8),))
+            compiler.kernel(*row.thd_attn_round_dq(dq_dtype)), (-(-(-(-plan.local_rows // 16) * columns) // 256),), 256,
+            (np.int32(plan.local_rows), np.int32(columns)))
 
     def new_dk_dv(self, k: Array, v: Array) -> Sequence[Array]:
         """Return arrays for dk and dv."""

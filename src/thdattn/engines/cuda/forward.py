@@ -93,7 +93,7 @@ def _launches(plan: Plan, spec: _Spec) -> tuple[list[Launch], tuple[int, ...], A
     if gpu.sm90:
         keys = row.forward_sm90.keys(spec.kind)
         return _hopper(plan, spec, parts, of_tiles), (row.forward_sm90.tile_m, keys, keys), of_tiles
-    row = row.on(compiler.device_arch())
+    row = row.on(gpu.arch)
     kernel = compiler.kernel(*row.thd_attn_fwd(heads.dtype.name, spec.out_dtype, spec.kind, plan.has_trees))
     sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, heads.group)))
     query_ranges = plan.query_ranges if plan.has_unseen_keys else launch.NONE

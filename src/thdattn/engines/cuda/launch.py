@@ -119,11 +119,12 @@ def tensor_maps(
 
 @dataclass(frozen=True)
 class Gpu:
-    """Properties of a GPU that the choice of kernels and grids depends on."""
+    """Properties of a GPU that the choice of kernels and grids depends on. arch: NVRTC's name of its architecture."""
 
     sm90: bool
     multiprocessors: int
     shared_bytes: int
+    arch: str = ""
 
 
 def this_gpu() -> Gpu:
@@ -138,6 +139,7 @@ def _gpu(device: int) -> Gpu:
         sm90=compiler.device_arch() == "sm_90a",
         multiprocessors=attributes["MultiProcessorCount"],
         shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+        arch=compiler.device_arch(),
     )
 
 

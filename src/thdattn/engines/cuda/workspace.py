@@ -169,6 +169,6 @@ def num_partials(plan: Plan) -> Buffer:
 
 
 def dq_accum(plan: Plan, num_heads: int, deterministic: bool) -> Buffer:
-    """Declare dq in float32, in the portable backward."""
-    shape = (0,) if deterministic else (plan.local_rows, num_heads, TILES[plan.head_dims].head_dim)
+    """Declare dq in float32, in the portable backward: in blocks of 16 rows by 8 columns."""
+    shape = (0,) if deterministic else (padded_rows(plan.local_rows), num_heads, TILES[plan.head_dims].head_dim)
     return Buffer("dq in float32", shape, FLOAT32)

@@ -62,25 +62,47 @@ template <> __device__ __forceinline__ void store_or_add_pair(float* p, float x,
   sum.x += x, sum.y += y;
 }
 
-// out = accum * scale, rounded: dq from its accumulators. If Out is float, the result is added to out. The main kernel
-// cannot do this, because none of its thread blocks knows when the last partial sum of a row has been added. One thread
-// rounds 8 elements. Bound by memory bandwidth.
-//
-// out, accum (q_rows, num_heads, head dim); words: groups of 8 elements
-// Launch: grid ceil(words / 256), block 256.
-template <typename Out>
-__global__ void thd_attn_round(uint4* __restrict__ out, const float4* __restrict__ accum, float scale, size_t words) {
-  const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= words) return;
-  const float4 a = accum[2 * i], b = accum[2 * i + 1];
-  if constexpr (sizeof(Out) == sizeof(float)) {
-    float4 &first = ((float4*)out)[2 * i], &second = ((float4*)out)[2 * i + 1];
-    first.x += a.x * scale, first.y += a.y * scale, first.z += a.z * scale, first.w += a.w * scale;
-    second.x += b.x * scale, second.y += b.y * scale, second.z += b.z * scale, second.w += b.w * scale;
-  } else {
-    out[i] = make_uint4(pack<Out>(a.x * scale, a.y * scale), pack<Out>(a.z * scale, a.w * scale),
-                        pack<Out>(b.x * scale, b.y * scale), pack<Out>(b.z * scale, b.w * scale));
+// Stores 8 elements times `scale`, or adds them to fp32.
+template <typename Out> __device__ __forceinline__ void store_or_add_eight(Out* p, const float (&x)[8], float scale) {
+  u32 pairs[4];
+  #pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] = pack<Out>(x[2 * i] * scale, x[2 * i + 1] * scale);
+  *(uint4*)p = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+template <> __device__ __forceinline__ void store_or_add_eight(float* p, const float (&x)[8], float scale) {
+  #pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    float4& sum = *(float4*)(p + i);
+    sum.x += x[i] * scale, sum.y += x[i + 1] * scale, sum.z += x[i + 2] * scale, sum.w += x[i + 3] * scale;
   }
+}
+
+// out = x, rounded. One thread rounds 8 elements. Bound by memory bandwidth.
+// Launch: grid ceil(elements / 2048), block 256.
+template <typename Out>
+__global__ void thd_attn_round(Out* __restrict__ out, const float* __restrict__ x, size_t elements) {
+  const size_t i = 8 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+  if (i < elements) store_or_add_eight(out + i, *(const float(*)[8])(x + i), 1.f);
+}
+
+// dq = dq_accum * scale, rounded. If Dq is float, the result is added to dq. The main kernel cannot do this, because
+// none of its thread blocks knows when the last partial sum of a row has been added. One thread rounds 8 columns of two
+// rows. Bound by memory bandwidth.
+//
+// dq (q_rows, columns), with the columns of all heads; dq_accum (ceil(q_rows / 16), columns / 8) of SumBlock
+// Launch: grid ceil(ceil(q_rows / 16) * columns / 256), block 256.
+template <typename Dq>
+__global__ void thd_attn_round_dq(Dq* __restrict__ dq, const float* __restrict__ dq_accum, float scale, int q_rows,
+                                  int columns) {
+  const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x, block = thread / 8;
+  const int row = block / (columns / 8) * 16 + thread % 8, column = block % (columns / 8) * 8;
+  if (row >= q_rows) return;
+  float sums[2][8];
+  SumBlock::read(sums, dq_accum + block * SumBlock::kFloats, thread % 8);
+  #pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (row + 8 * half < q_rows)
+      store_or_add_eight(dq + (size_t)(row + 8 * half) * columns + column, sums[half], scale);
 }
 
 template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kStages>
@@ -198,7 +220,7 @@ __device__ __forceinline__ void store_half(Out* row, const float (&acc)[kBlocks]
 // k, dk (k_rows, num_heads / group, kHeadDim), v, dv (k_rows, num_heads / group, kVHeadDim)
 // places (k_rows), or null: a row with a place other than -1 goes there in dk_rounded and dv_rounded instead
 // owners: if Grad is fp32, rows may go to other ranks instead
-// dq_accum (q_rows, num_heads, kHeadDim): fp32, zero at first, not yet multiplied by softmax_scale
+// dq_accum (stats_rows / 16, num_heads, kHeadDim / 8) of SumBlock: zero at first, not yet multiplied by softmax_scale
 // stats from thd_attn_delta; key_ranges (q_rows), null if all rows of q and dout are finite; query_ranges (k_rows)
 // tile_order: key tiles, the longest first
 // Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kColumnWarps / kKeyFragments, shared memory kSharedBytes.
@@ -346,17 +368,13 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps / kKeyFragments, 1) 
         shared_ds.load_transposed(a, n, query);
         add_weighted_rows<T, kHeadDim + kPad>(acc_dq, a, tile_k + n * (kHeadDim + kPad) + col);
       }
+      float* const target = dq_accum + (size_t)(done_m0 + query) * q_stride +
+                            (done_head * kHeadDim + col) * (SumBlock::kFloats / 8);
       #pragma unroll
       for (int f = 0; f < kFragments; ++f)
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = done_m0 + query + f * 16 + half * 8 + lane / 4;
-          float* const target = dq_accum + (size_t)row * q_stride + done_head * kHeadDim + col + lane % 4 * 2;
-          if (row < q_rows)
-            #pragma unroll
-            for (int n = 0; n < kCols / 8; ++n)
-              add_to_global(target + n * 8, acc_dq[f][n][2 * half], acc_dq[f][n][2 * half + 1]);
-        }
+        for (int n = 0; n < kCols / 8; ++n)
+          SumBlock::add(target + (size_t)f * 16 * q_stride + n * SumBlock::kFloats, acc_dq[f][n]);
     }
   }
   copies_wait();

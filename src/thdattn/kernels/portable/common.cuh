@@ -44,14 +44,35 @@ __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_grou
 template <int kPending>
 __device__ __forceinline__ void copies_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending)); }
 
-__device__ __forceinline__ void add_to_global(float* p, float x, float y) {
+// Sums of 16 rows by 8 columns in global memory, in the order in which a warp's accumulators are added fastest: without
+// gaps between the lanes, and where vectors can be added, all four numbers of a lane together.
+struct SumBlock {
+  enum { kFloats = 16 * 8 };
+  static __device__ __forceinline__ void add(float* block, const float (&acc)[4]) {
+    const int lane = threadIdx.x % kWarp;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(p), "f"(x), "f"(y) : "memory");
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(block + 4 * lane), "f"(acc[0]), "f"(acc[1]), "f"(acc[2]), "f"(acc[3]) : "memory");
 #else
-  atomicAdd(p, x);
-  atomicAdd(p + 1, y);
+    #pragma unroll
+    for (int e = 0; e < 4; ++e) atomicAdd(block + 32 * e + lane, acc[e]);
 #endif
-}
+  }
+  // Reads the rows `row` and row + 8, for a row below 8.
+  static __device__ __forceinline__ void read(float (&sums)[2][8], const float* block, int row) {
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#if __CUDA_ARCH__ >= 900
+      const float4 x = ((const float4*)block)[4 * row + i];
+      sums[0][2 * i] = x.x, sums[0][2 * i + 1] = x.y, sums[1][2 * i] = x.z, sums[1][2 * i + 1] = x.w;
+#else
+      const float4 x = ((const float4*)block)[8 * i + row];
+      float* const every_other = &sums[i / 2][i % 2];
+      every_other[0] = x.x, every_other[2] = x.y, every_other[4] = x.z, every_other[6] = x.w;
+#endif
+    }
+  }
+};
 
 // ------------------------------------------------------------------------------------------------ ranges
 
