@@ -149,6 +149,20 @@ def test_ranks_send_states_at_open_forks_alone():
     assert [x.rows.tolist() for _, x in made] == [[97, 98, 99], [27, 28, 29, 97, 98, 99], []]
 
 
+def test_ranks_do_not_read_their_own_part_of_a_gather(monkeypatch):
+    """Peer memory leaves it as it is."""
+    gather = trees.gather
+
+    def without_own(comm, plan, name, send):
+        gathered, wait = gather(comm, plan, name, send)
+        gathered[comm.rank * len(send) :][: len(send)] = np.nan
+        return gathered, wait
+
+    monkeypatch.setattr(trees, "gather", without_own)
+    for each in (MIXED, *map(random_case, range(3))):
+        check(mixer_case(each), 3)
+
+
 # --- GPUs ------------------------------------------------------------------------------------------------------------
 
 OTHER_SIZES = [

@@ -30,16 +30,17 @@ class Mamba2Mixer:
 
     A row has z, x, B, C and dt, as a model's input projection computes them. A causal convolution and silu transform x,
     B and C, and dt becomes softplus(dt + dt_bias). Each head then runs the recurrence s = exp(dt A) s + dt x B^T, y = s
-    C + D x, and out = y * silu(z). Convolution and state restart with every sequence. Head h reads B and C of group h
-    // (num_heads // num_groups). Padding rows never change a result, NaN included, and out and dzxbcdt are exactly 0
-    there.
+    C + D x, and out = y * silu(z). Convolution and state restart with every sequence, and fork at the nodes of prefix
+    trees. Head h reads B and C of group h // (num_heads // num_groups). Padding rows never change a result, NaN
+    included, and out and dzxbcdt are exactly 0 there.
 
     norm="after_gate" gives out = rmsnorm(y * silu(z)) * norm_weight, as layers of mamba_ssm and Megatron-Core do.
     norm="before_gate" gives out = rmsnorm(y) * norm_weight * silu(z). rmsnorm(x) = x / sqrt(mean(x**2) + norm_eps) over
     each of norm_groups groups of columns.
 
-    Ranks hold slices of the pack and exchange states, so the bytes sent do not grow with the rows. d_inner below is
-    num_heads * head_dim. channels, the columns of x, B and C, are d_inner + 2 * num_groups * state_dim.
+    Ranks hold slices of the pack and exchange states, so the bytes sent do not grow with the rows, but with the forks
+    that are open at their borders. d_inner below is num_heads * head_dim. channels, the columns of x, B and C, are
+    d_inner + 2 * num_groups * state_dim.
 
     Source: Mamba-2, arXiv:2405.21060.
 
