@@ -271,8 +271,8 @@ __device__ __forceinline__ float4 four_columns(const float (&acc)[kBlocks][4], i
 // ------------------------------------------------------------------------------------------------ scheduler
 
 // Flags of a tile of the other side. kLast: it is the last visible one. For group c of 64 own rows: kSees << 2c, a row
-// of the group sees the tile; kMasked << 2c, a row of the group does not see all of it. In prefix trees, kMasked is about
-// key ranges alone, and kEnded << 2c about subtrees that may end before a row of the group.
+// of the group sees the tile; kMasked << 2c, a row of the group does not see all of it. In prefix trees, kMasked is
+// about key ranges alone, and kEnded << 2c about subtrees that may end before a row of the group.
 constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2, kEnded = 1u << 8;
 
 // The scheduler. Thread blocks are persistent and draw numbers of work from a counter. This function maps a number to a
