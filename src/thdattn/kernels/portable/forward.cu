@@ -11,8 +11,8 @@ struct PortableForwardShared {
 };
 
 // The online softmax works on unscaled scores. The base of a row is its largest score of the tile that last raised it:
-// only a logit more than kFarAbove powers of two above it does, as sums of exponentials have room. The base of a row that
-// has seen no key yet is -inf, and counts as 0. A thread has two rows, `half` 0 and 1, of each fragment of 16.
+// only a logit more than kFarAbove powers of two above it does, as sums of exponentials have room. The base of a row
+// that has seen no key yet is -inf, and counts as 0. A thread has two rows, `half` 0 and 1, of each fragment of 16.
 [[maybe_unused]] constexpr float kFarAbove = 8.f;
 
 template <int kBlocks> __device__ __forceinline__ float largest_of(const float (&score)[kBlocks][4], int half) {
