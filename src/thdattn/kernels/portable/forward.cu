@@ -10,45 +10,6 @@ struct PortableForwardShared {
   T q[kTileM * (kHeadDim + kPad)], k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
 };
 
-// The online softmax works on unscaled scores. The base of a row is its largest score of the tile that last raised it:
-// only a logit more than kFarAbove powers of two above it does, as sums of exponentials have room. The base of a row
-// that has seen no key yet is -inf, and counts as 0. A thread has two rows, `half` 0 and 1, of each fragment of 16.
-[[maybe_unused]] constexpr float kFarAbove = 8.f;
-
-template <int kBlocks> __device__ __forceinline__ float largest_of(const float (&score)[kBlocks][4], int half) {
-  float largest = -kInfinity;
-  #pragma unroll
-  for (int n = 0; n < kBlocks; ++n)
-    largest = fmaxf(largest, fmaxf(score[n][2 * half], score[n][2 * half + 1]));
-  return largest;
-}
-
-// Raises the base of a row to the largest score of a quad's columns, and rescales the row's sums.
-template <bool kCaps, int kOutBlocks>
-__device__ __forceinline__ void raise_base(float& row_base, float& row_sum, float (&acc_out)[kOutBlocks][4], int half,
-                                           float largest, const Logits<kCaps>& logits) {
-  const float base = fmaxf(row_base, quad_max(largest));
-  const float shrink = base == -kInfinity ? 1.f : exp2_fast(logits.exact(row_base) - logits.exact(base));
-  row_base = base;
-  row_sum *= shrink;
-  #pragma unroll
-  for (int n = 0; n < kOutBlocks; ++n) acc_out[n][2 * half] *= shrink, acc_out[n][2 * half + 1] *= shrink;
-}
-
-// Turns a row's scores into exponentials, and adds them to its sum.
-template <bool kCaps, int kBlocks>
-__device__ __forceinline__ void take_exponentials(float (&score)[kBlocks][4], float& row_sum, int half, float row_base,
-                                                  const Logits<kCaps>& logits) {
-  const float base = row_base == -kInfinity ? 0.f : logits.exact(row_base);
-  #pragma unroll
-  for (int n = 0; n < kBlocks; ++n)
-    #pragma unroll
-    for (int e = 2 * half; e < 2 * half + 2; ++e) {
-      score[n][e] = exp2_fast(logits.exact(score[n][e]) - base);
-      row_sum += score[n][e];
-    }
-}
-
 // Attention of one tile of query rows of one head over all keys in their ranges, with an online softmax
 // (FlashAttention-2).
 //
@@ -86,7 +47,6 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ Sight<kWarps> sight;
   __shared__ int2 range[kThreads];    // of the tile's rows; empty for threads beyond the tile
-  __shared__ float tops[kThreads];    // the largest score of each thread: the kernel is short of registers
   Shared& shared = *(Shared*)shared_bytes;
   T *const tile_q = shared.q, *const tile_k = shared.k, *const tile_v = shared.v;
 
@@ -101,7 +61,6 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   // Ranges stay in shared memory: only tiles with comparisons read them, and the kernel is short of registers.
   const int2 mine = threadIdx.x < kTileM ? range_of(key_ranges, m0 + threadIdx.x, q_rows) : make_int2(0, 0);
   range[threadIdx.x] = mine;
-  tops[threadIdx.x] = -kInfinity;
   sight.publish_first(mine, 0);
   sight.publish_all(!is_empty(mine), mine);
   const int2* const my_range = range + warp * kWarpRows + lane / 4;
@@ -112,9 +71,9 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   auto is_interior = [&](int n) { return all.x <= n && n + kTileN <= all.y; };
 
   float acc_out[kFragments][kOutBlocks][4] = {};
-  float row_base[kRows], row_sum[kRows];
+  float row_max[kRows], row_sum[kRows];
   #pragma unroll
-  for (int r = 0; r < kRows; ++r) row_base[r] = -kInfinity, row_sum[r] = 0.f;
+  for (int r = 0; r < kRows; ++r) row_max[r] = -kInfinity, row_sum[r] = 0.f;
 
   load_tile<T, kTileM, kHeadDim, kThreads>(tile_q, q + head * kHeadDim, q_stride, m0, q_rows, key_ranges, false);
   if (n0 != kNone)
@@ -148,28 +107,31 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     if (rows.any) {
       if (kTrees || !rows.all) hide(score, my_range, n0);
       if (kTrees) trees.hide(score, m0 + warp * kWarpRows + lane / 4, n0);  // always, as registers are short
-      auto raise = [&](int r, float most) {
-        raise_base(row_base[r], row_sum[r], acc_out[r / 2], r % 2, most, logits);
-      };
-      auto exponentiate = [&](int r) { take_exponentials(score[r / 2], row_sum[r], r % 2, row_base[r], logits); };
-      if (kTrees) {    // whose search for tiles takes registers
+      // The online softmax works on unscaled scores. The maximum of a row that has seen no key yet is -inf, and its
+      // base is 0.
+      #pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float largest = row_max[r];
         #pragma unroll
-        for (int r = 0; r < kRows; ++r) raise(r, largest_of(score[r / 2], r % 2)), exponentiate(r);
-      } else {
-        float largest[kRows], top = tops[threadIdx.x];
-        bool raised = false;
+        for (int n = 0; n < kBlocks; ++n)
+          largest = fmaxf(largest, fmaxf(score[r / 2][n][r % 2 * 2], score[r / 2][n][r % 2 * 2 + 1]));
+        largest = quad_max(largest);
+        const float shrink =
+            largest == -kInfinity ? 1.f : exp2_fast(logits.exact(row_max[r]) - logits.exact(largest));
+        row_max[r] = largest;
+        row_sum[r] *= shrink;
         #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          largest[r] = largest_of(score[r / 2], r % 2);
-          top = fmaxf(top, largest[r]);
-          raised |= logits.exact(largest[r]) > logits.exact(row_base[r]) + kFarAbove;
-        }
-        tops[threadIdx.x] = top;
-        if (__any_sync(0xffffffffu, raised))
+        for (int n = 0; n < kOutBlocks; ++n)
+          acc_out[r / 2][n][r % 2 * 2] *= shrink, acc_out[r / 2][n][r % 2 * 2 + 1] *= shrink;
+        const float base = largest == -kInfinity ? 0.f : logits.exact(largest);
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n)
           #pragma unroll
-          for (int r = 0; r < kRows; ++r) raise(r, largest[r]);
-        #pragma unroll
-        for (int r = 0; r < kRows; ++r) exponentiate(r);
+          for (int e = 0; e < 2; ++e) {
+            float& s = score[r / 2][n][r % 2 * 2 + e];
+            s = exp2_fast(logits.exact(s) - base);
+            row_sum[r] += s;
+          }
       }
       u32 probability[kFragments][kBlocks / 2][4];
       round_to_operand<T>(probability, score);
@@ -184,12 +146,14 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   constexpr bool kMerges = sizeof(Out) == sizeof(float);
   T* const staging = tile_q + warp * kWarpRows * (kHeadDim + kPad);
   const int row0 = m0 + warp * kWarpRows + lane / 4;
+  float largest = -kInfinity;
   #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const bool padding = is_empty(my_range[8 * r]);
-    const float blank = blank_of(my_range[8 * r]), total = quad_sum(row_sum[r]), logit = logits.natural(row_base[r]);
+    const float blank = blank_of(my_range[8 * r]), total = quad_sum(row_sum[r]), logit = logits.natural(row_max[r]);
     auto lse_of_keys = [&] { return logit + __log2f(total) * kLn2; };
     const JoinedSink joined = kSinks ? join_sink(lse_of_keys(), sinks[head]) : JoinedSink{0.f, 1.f};
+    if (!padding) largest = fmaxf(largest, logit);
     if constexpr (kMerges) {
       float* const row_lse = lse + (size_t)head * q_rows + row0 + 8 * r;
       const Merge weights = merge_lse(row_lse, lse_of_keys(), !padding);
@@ -214,9 +178,6 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
                  padding ? blank : x * scale, padding ? blank : y * scale);
     }
   }
-  float largest = tops[threadIdx.x];
-  for (int r = 0; kTrees && r < kRows; ++r) largest = fmaxf(largest, row_base[r]);
-  largest = logits.natural(largest);
   for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
   if (lane == 0) max_logits[((size_t)tile * gridDim.y + head) * kWarps + warp] = largest;
   if (kMerges) return;
