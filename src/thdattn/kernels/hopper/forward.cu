@@ -264,10 +264,11 @@ __device__ __forceinline__ void consume_forward(
       auto add_scores = [&] {
         release_keys();
         const float below = kCaps ? depth(score) : 0.f;
-        const bool masked = mine & kMasked, ended = kTrees && mine & kEnded;
+        const bool masked = mine & (kTrees ? kMasked | kEnded : kMasked);
         if (masked) hide(score, range, first_key);
-        if (ended) trees.hide(score, first_row + lane / 4, first_key);
-        softmax.add(score, below, masked || ended);
+        if (kTrees && (kCaps ? masked : mine & kEnded))    // with caps, registers are short
+          trees.hide(score, first_row + lane / 4, first_key);
+        softmax.add(score, below, masked);
       };
       begin_in_turn(begins ? consumer * kTileN * kHeadDim / 32 : 0), begins = false;
       wgmma_begin();
