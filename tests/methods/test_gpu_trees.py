@@ -120,6 +120,6 @@ def test_windows_refuse_trees_and_mixers_refuse_captured_ones(cupy):
     with pytest.raises(ValueError, match="batch has trees, wanted a causal attention"):
         windowed.plan(batch)
     for planner, message in ((windowed, "batch has trees, wanted a causal attention"),
-                             (mixer, "batch has trees with nodes on a GPU, and the mixer 1 ranks, wanted one rank")):
+                             (mixer, "batch has trees with nodes on a GPU, wanted them on the host for a mixer")):
         with pytest.raises(ValueError, match=message):
             StaticPack(graphs, [planner], batch.total_rows)
