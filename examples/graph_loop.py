@@ -29,7 +29,7 @@ def train(comm: thdattn.comm.Comm) -> list[float]:
     batch = thdattn.PackedBatch.from_lengths(LENGTHS, multiple=2 * comm.size)
     attn = thdattn.CPAttention(comm, HEADS, HEAD_DIM, KV_HEADS)
     graphs = Graphs(comm, CudaGraphConfig("local", max_packed_seqs=8))  # must end before the comm
-    pack = StaticPack(graphs, [attn], batch.total_rows, "balanced")  # most documents whole on one rank
+    pack = StaticPack(graphs, [attn], batch.total_rows)
     planned = graphs.captured(pack.plans, "plan")
     attention = graphs.pair(attn.forward, attn.backward, "attention", "attn")  # no graph if `modules` omit "attn"
     xp = importlib.import_module("cupy" if attn.engine == "cuda" else "numpy")

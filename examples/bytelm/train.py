@@ -58,7 +58,8 @@ from thdattn.sharding import STRATEGIES
 
 LAST_LR = 0.1  # part of the highest
 
-# Default sharding of all_gather, which seldom splits documents.
+# Default sharding of all_gather, which seldom splits documents. In CUDA graphs it is dual_chunk, which sends no more than
+# a pack needs.
 ALL_GATHER_SHARDING = "balanced"
 
 # Defaults of a hybrid: mixers pass states from rank to rank, so each rank needs consecutive rows. To exchange heads
@@ -316,7 +317,7 @@ def choose_method(args: argparse.Namespace) -> None:
     """
     if not SIZES[args.size].num_mixers:
         method = args.cp_comm_type = args.cp_comm_type or "all_gather"
-        usual = ALL_GATHER_SHARDING if method == "all_gather" else SHARDINGS[method]
+        usual = ALL_GATHER_SHARDING if (method, args.graphs.impl) == ("all_gather", "none") else SHARDINGS[method]
         args.sharding = args.sharding or usual
         return
     args.cp_comm_type, args.sharding = args.cp_comm_type or HYBRID_METHOD, args.sharding or HYBRID_SHARDING
