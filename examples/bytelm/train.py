@@ -58,8 +58,7 @@ from thdattn.sharding import STRATEGIES
 
 LAST_LR = 0.1  # part of the highest
 
-# Default sharding of all_gather, which seldom splits documents. In CUDA graphs it is dual_chunk, which sends no more than
-# a pack needs.
+# Default sharding of all_gather without CUDA graphs. It seldom splits documents.
 ALL_GATHER_SHARDING = "balanced"
 
 # Defaults of a hybrid: mixers pass states from rank to rank, so each rank needs consecutive rows. To exchange heads
