@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+WORDS = ["return", "the", "sum", "of", "all", "rows", "and", "keep", "what", "a", "rank", "sends", "next"]
 sys.path[:0] = [str(EXAMPLES / "bytelm"), str(EXAMPLES)]
 
 
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory):
-    """Write a folder of 30 small documents."""
-    import data
-
-    folder = tmp_path_factory.mktemp("documents")
-    for i, document in enumerate(data.find_documents()[:30]):
-        (folder / f"{i}.py").write_bytes(document.path.read_bytes()[: 40 + 50 * i])
+    """Write a folder of 30 small documents of lines that repeat, the same with every Python."""
+    folder, rng = tmp_path_factory.mktemp("documents"), np.random.default_rng(0)
+    for i in range(30):
+        lines = [" ".join(rng.choice(WORDS, 6)) for _ in range(2 + 2 * i)]
+        (folder / f"{i}.py").write_text("\n".join(lines)[: 40 + 50 * i])
     return folder
 
 
