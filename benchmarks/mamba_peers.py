@@ -1,4 +1,4 @@
-"""Peers of Mamba-2 mixers: this package, and mamba_ssm's Triton kernels where they are on the import path.
+"""Peers of Mamba-2 mixers: this package, also with its portable kernels, and mamba_ssm's Triton kernels if importable.
 
 Of mamba_ssm it takes a copy of mamba_ssm/ops/triton/{softplus,ssd_bmm,ssd_chunk_state,ssd_state_passing,ssd_chunk_scan,
 ssd_combined,layernorm_gated,k_activations}.py and mamba_ssm/utils/{torch,determinism}.py with empty __init__.py beside
@@ -24,7 +24,7 @@ import cupy
 import numpy as np
 from mamba_cases import NORM_EPS, MixerCase, MixerInputs
 from mamba_exact import OF_ROWS
-from peers import CupyPeer, Peer, TorchPeer, tensor
+from peers import CupyPeer, Peer, TorchPeer, portable_kernels, tensor
 
 import thdattn
 from thdattn.mamba import context_parallel
@@ -84,6 +84,26 @@ class OurScan(OurMixer):
         dz, rows = columns(self.case, dzxbcdt)[0], len(dzxbcdt)
         of_channels = (x.reshape(rows, -1) for x in self.case.shape.split(self.alone.dchannels()))
         return self.out, dz, *of_channels, columns(self.case, self.alone.dzxbcdt)[-1], *dweights[2:]
+
+
+class PortableMixer(OurMixer):
+    """Mamba2Mixer with the portable kernels, which it chooses in every call."""
+
+    def __init__(self, case: MixerCase, inputs: MixerInputs) -> None:
+        with portable_kernels():
+            super().__init__(case, inputs)
+
+    def forward(self) -> None:
+        with portable_kernels():
+            super().forward()
+
+    def backward(self) -> None:
+        with portable_kernels():
+            super().backward()
+
+
+class PortableScan(PortableMixer, OurScan):
+    """OurScan with the portable kernels."""
 
 
 class _WithoutConvolution:
@@ -264,6 +284,6 @@ def version_of(package: str) -> str:
 
 
 PEERS: dict[str, dict[str, type[Peer]]] = {
-    "mixer": {"ours": OurMixer, "mamba_ssm": MambaSsmMixer},
-    "scan": {"ours": OurScan, "mamba_ssm": MambaSsmScan},
+    "mixer": {"ours": OurMixer, "portable": PortableMixer, "mamba_ssm": MambaSsmMixer},
+    "scan": {"ours": OurScan, "portable": PortableScan, "mamba_ssm": MambaSsmScan},
 }

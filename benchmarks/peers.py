@@ -10,7 +10,8 @@ import importlib.metadata
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -190,9 +191,9 @@ def on_device(batch: thdattn.PackedBatch) -> thdattn.PackedBatch:
     return thdattn.PackedBatch(cupy.asarray(batch.cu_seqlens), total_rows=batch.total_rows)
 
 
-def with_options(**options: Any) -> type[Ours]:
-    """Make a peer that is this package with options of CPAttention."""
-    return type("Ours", (Ours,), {"options": options})
+def with_options(kind: type[Ours] = Ours, /, **options: Any) -> type[Ours]:
+    """Make a peer of a kind with options of CPAttention."""
+    return type(kind.__name__, (kind,), {"options": options})
 
 
 class GpuLengths(Ours):
@@ -203,13 +204,20 @@ class GpuLengths(Ours):
                               finite_padding=True)
 
 
+@contextmanager
+def portable_kernels() -> Iterator[None]:
+    """Make the package choose the portable kernels on a GPU that has kernels of its own."""
+    launch: Any = getattr(cuda, "launch", cuda)  # older trees have one module
+    gpu = replace(launch._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
+    with patch.object(launch, "_gpu", lambda device: gpu):
+        yield
+
+
 class Portable(Ours):
-    """CPAttention with the portable kernels on a GPU that has kernels of its own."""
+    """CPAttention with the portable kernels."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
-        launch: Any = getattr(cuda, "launch", cuda)  # older trees have one module
-        gpu = replace(launch._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
-        with patch.object(launch, "_gpu", lambda device: gpu):
+        with portable_kernels():
             super().__init__(case, inputs)
 
 
@@ -475,10 +483,13 @@ def tensor(x: Any) -> Any:
 
 PEERS: dict[str, type[Peer]] = {
     "ours": Ours, "deterministic": with_options(deterministic=True), "gpu_lengths": GpuLengths, "portable": Portable,
-    "fa4": FlashAttention4, "varlen": TorchVarlen, "cudnn": TorchCudnn,
+    "portable-deterministic": with_options(Portable, deterministic=True), "fa4": FlashAttention4, "varlen": TorchVarlen,
+    "cudnn": TorchCudnn,
 }  # fmt: skip
 DENSE: dict[str, type[Peer]] = {"ours": Ours, "cudnn": TorchCudnn, "flash": TorchFlash, "fa4": DenseFlash4}
 LOGITS: dict[str, type[Peer]] = {
     "ours": Ours, "sinks": with_options(sinks=True), "softcap": with_options(softcap=50.0),
     "both": with_options(softcap=50.0, sinks=True), "low": with_options(softcap=5.0),
+    "portable": Portable, "portable-sinks": with_options(Portable, sinks=True),
+    "portable-softcap": with_options(Portable, softcap=50.0),
 }  # "low" is among these logits, so that a longer polynomial takes the place of the shortest one

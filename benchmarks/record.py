@@ -24,7 +24,8 @@ TIMINGS = ("called", "graph")
 SUSTAINED = "both", "sustained"  # direction and timing of forward and backward without rest
 WAYS = (*DIRECTIONS, "both")
 ERRORS = "float64"  # the "timing" of rows with errors, whose "direction" is a result
-OWN = ("deterministic", "gpu_lengths", "portable")  # peers that are this package in another way
+PORTABLE_OWN = ("portable", "portable-deterministic")  # peers that are this package with its portable kernels
+OWN = ("deterministic", "gpu_lengths", *PORTABLE_OWN)  # peers that are this package in another way
 ORDER = (*OWN, "fa4", "varlen", "cudnn")  # of peers in tables and plots, whichever was measured first
 
 

@@ -12,7 +12,7 @@ from itertools import product
 from typing import NamedTuple
 
 from cp_methods import ALONE, BESIDE, EXCHANGE, ONE, OURS, PARTS, USUAL, Method
-from record import DIRECTIONS, ERRORS, OWN, Row, Times
+from record import DIRECTIONS, ERRORS, OWN, PORTABLE_OWN, Row, Times
 from workloads import CASES, cp_cases
 
 from thdattn.methods.select import SHARDINGS
@@ -24,6 +24,7 @@ LOGITS = {"sinks": "sinks", "softcap": "softcap 50", "both": "sinks and softcap 
 PACKS = "causal", "unrolled"  # that bench_trees.py compares trees with
 RESULTS = ("out", "dq", "dk", "dv")
 PORTABLE = "portable"
+ELSEWHERE = "The portable kernels, which other GPUs than Hopper run, on this GPU"
 Lines = list[list[str]]
 
 
@@ -95,9 +96,7 @@ def attention(rows: Sequence[Row]) -> list[str]:
            for what in ("forward", "varlen_attention", "plan"))]
         for case in times.cases if measured(times, case, "called")
     ]  # fmt: skip
-    options = [OURS, *(peer for peer in OWN if peer in times.peers and peer != PORTABLE)]
-    own = [[case, *(pair(times.both("tflops", case, peer, "graph")) for peer in options)] for case in times.cases
-           if any(measured(times, case, "graph", peer) for peer in options[1:])]  # fmt: skip
+    options = [OURS, *(peer for peer in OWN if peer in times.peers and peer not in PORTABLE_OWN)]
     names = [named(peer) for peer in peers]
     return described([
         ("Work on the GPU alone (replayed CUDA graphs): TFLOP/s, forward / backward. In parentheses: the largest "
@@ -106,13 +105,21 @@ def attention(rows: Sequence[Row]) -> list[str]:
         ("Calls as a program makes them: TFLOP/s, forward / backward, and µs of host time for a call of thdattn.",
          table(["pack", *names, "thdattn / best peer", "forward, µs", "varlen_attention, µs", "new plan, µs"], calls)),
         ("Options of thdattn: TFLOP/s, forward / backward, on the GPU alone.",
-         table(["pack", *map(named, options)], own)),
-        ("The portable kernels, which other GPUs than Hopper run, on this GPU: TFLOP/s, forward / backward, on the GPU "
-         "alone, and RMS errors as above. Like FlashAttention-2, they multiply matrices with mma.sync.",
+         table(["pack", *map(named, options)], side_by_side(times, options))),
+        (f"{ELSEWHERE}: TFLOP/s, forward / backward, on the GPU alone, and RMS errors as above. Like FlashAttention-2, "
+         "they multiply matrices with mma.sync.",
          table(["pack", PORTABLE, named("varlen"), "portable / FlashAttention-2"], portable(times))),
+        ("Options of the portable kernels: TFLOP/s, forward / backward, on the GPU alone.",
+         table(["pack", *PORTABLE_OWN], side_by_side(times, PORTABLE_OWN))),
         ("Two seconds without rest, and rested: TFLOP/s of forward and backward together.",
          table(["pack", *names], sustained(times, peers))),
     ])  # fmt: skip
+
+
+def side_by_side(times: Times, peers: Sequence[str]) -> Lines:
+    """Return lines with the speeds of peers where one but the first was measured."""
+    return [[case, *(pair(times.both("tflops", case, peer, "graph")) for peer in peers)] for case in times.cases
+            if any(measured(times, case, "graph", peer) for peer in peers[1:])]  # fmt: skip
 
 
 def portable(times: Times) -> Lines:
@@ -182,20 +189,27 @@ def sustained(times: Times, peers: Sequence[str]) -> Lines:
 
 
 def logits(rows: Sequence[Row]) -> list[str]:
-    """Make the tables of bench_attention.py --logits: time over that of plain attention, and errors."""
+    """Make the tables of bench_attention.py --logits: time over that of plain attention, and errors; then the portable
+    kernels.
+    """
     times = Times(rows)
-    kinds = [peer for peer in LOGITS if peer in times.peers]
-    ratios = [[case, *(pair(map(float.__truediv__, times.both("ms", case, kind, "called"),
-                                times.both("ms", case, OURS, "called"))) for kind in kinds)]
-              for case in times.cases]  # fmt: skip
-    errors = [[case, LOGITS.get(kind, "neither"), *(number(1e3 * times.value("rms", case, kind, name, ERRORS))
-                                                    for name in RESULTS)]
-              for case in times.cases for kind in (OURS, *kinds)]  # fmt: skip
     return described([
-        ("Time over that of attention with neither, forward / backward, of calls.",
-         table(["pack", *(LOGITS[kind] for kind in kinds)], ratios)),
-        ("Relative RMS error against float64, in thousandths.", table(["pack", "", *RESULTS], errors)),
+        *logits_over(times, OURS, "Time over that of attention with neither, forward / backward, of calls."),
+        *logits_over(times, PORTABLE, f"{ELSEWHERE}: time over that with neither, forward / backward, of calls."),
     ])  # fmt: skip
+
+
+def logits_over(times: Times, plain: str, said: str) -> list[tuple[str, str]]:
+    """Return two tables of a plain peer and the same kernels with sinks and softcaps; `said` describes the first."""
+    names = {kind if plain == OURS else f"{plain}-{kind}": said_of for kind, said_of in LOGITS.items()}
+    names = {peer: said_of for peer, said_of in names.items() if peer in times.peers}
+    ratios = [[case, *(pair(map(float.__truediv__, times.both("ms", case, peer, "called"),
+                                times.both("ms", case, plain, "called"))) for peer in names)]
+              for case in times.cases if names]  # fmt: skip
+    errors = [[case, said_of, *(number(1e3 * times.value("rms", case, peer, name, ERRORS)) for name in RESULTS)]
+              for case in times.cases if names for peer, said_of in {plain: "neither", **names}.items()]  # fmt: skip
+    return [(said, table(["pack", *names.values()], ratios)),
+            ("Relative RMS error against float64, in thousandths.", table(["pack", "", *RESULTS], errors))]
 
 
 def dense(rows: Sequence[Row]) -> list[str]:
@@ -395,14 +409,17 @@ def ratios(times: Times, case: str, peer: str, per: str = "") -> str:
 
 
 def mixers(rows: Sequence[Row]) -> list[str]:
-    """Make the tables of bench_mamba.py: times beside other implementations and the memory floor; then errors."""
+    """Make the tables of bench_mamba.py: times beside other implementations and the memory floor; those of the portable
+    kernels; then errors.
+    """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["part"], row["ranks"]), []).append(row)
     parts = []
     for (part, ranks), found in groups.items():
         times, timing = Times(found), "graph" if ranks == "1" else "called"
-        peers = [peer for peer in (OURS, *times.peers) if any(measured(times, x, timing, peer) for x in times.cases)]
+        peers = [peer for peer in (OURS, *times.peers)
+                 if peer not in OWN and any(measured(times, x, timing, peer) for x in times.cases)]  # fmt: skip
         lines = [[case, *(pair(times.both("ms", case, peer, timing)) for peer in peers), floor(times, case, timing),
                   *(pair(map(float.__truediv__, times.both("ms", case, peer, timing),
                              times.both("ms", case, OURS, timing))) for peer in peers[1:])]
@@ -411,6 +428,9 @@ def mixers(rows: Sequence[Row]) -> list[str]:
         parts.append((f"The {part} on {where}: milliseconds, forward / backward.",
                       table([part, *map(named, peers), "memory floor, ms", *(f"{named(peer)} / thdattn"
                                                                              for peer in peers[1:])], lines)))
+    parts += [(f"{ELSEWHERE}, in the {part}, on the GPU alone: milliseconds, forward / backward.",
+               table([part, PORTABLE, named("mamba_ssm"), "mamba_ssm / portable"], portable_mixers(Times(found))))
+              for (part, _), found in groups.items()]  # fmt: skip
     for (part, _), found in groups.items():
         times = Times(found)
         names = [*dict.fromkeys(row["direction"] for row in found if row["timing"] == ERRORS)]
@@ -420,6 +440,16 @@ def mixers(rows: Sequence[Row]) -> list[str]:
         parts.append((f"The {part}: relative RMS error against float64 over the first 2,048 rows, in thousandths.",
                       table(["pack", "", *names], lines)))  # fmt: skip
     return described(parts)
+
+
+def portable_mixers(times: Times) -> Lines:
+    """Return lines with the times of the portable kernels and of mamba_ssm."""
+    lines = []
+    for case in times.cases:
+        ours, theirs = (times.both("ms", case, peer, "graph") for peer in (PORTABLE, "mamba_ssm"))
+        if measured(times, case, "graph", PORTABLE):
+            lines.append([case, pair(ours), pair(theirs), pair(map(float.__truediv__, theirs, ours))])
+    return lines
 
 
 def floor(times: Times, case: str, timing: str) -> str:

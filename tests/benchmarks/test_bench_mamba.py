@@ -21,6 +21,7 @@ from cp_methods import OURS
 from mamba_cases import BYTES_PER_S, CASES, SMALL_ROWS, MixerCase, draw
 from mamba_exact import MIXER, OF_ROWS, OF_WEIGHTS, SCAN
 
+from thdattn.engines.cuda import launch
 from thdattn.mamba import oracle
 from thdattn.mamba.shape import Mamba2Weights
 
@@ -122,6 +123,24 @@ def test_a_scan_runs_without_the_convolution_again(on_host, toy, monkeypatch):
     peer.forward()
     peer.backward()
     assert [x.tobytes() for x in peer.on_host()] == [x.tobytes() for x in first]
+
+
+@pytest.mark.parametrize("part", ["mixer", "scan"])
+def test_portable_peers_choose_portable_kernels_in_every_call(on_host, toy, monkeypatch, part):
+    monkeypatch.setattr(launch, "_gpu", lambda device: launch.Gpu(True, 132, 232_448))
+    monkeypatch.setattr(launch.cupy.cuda.runtime, "getDevice", lambda: 0)
+    seen = []
+
+    def watched(call):
+        return lambda *args: (seen.append(launch.this_gpu().sm90), call(*args))[1]
+
+    peers = [mamba_peers.PEERS[part][name](TOY, toy) for name in ("portable", OURS)]
+    for name in ("mixer_scan", "mixer_bwd"):
+        monkeypatch.setattr(peers[0].mixer._mixer, name, watched(getattr(peers[0].mixer._mixer, name)))
+    for peer in peers:
+        peer.forward()
+        peer.backward()
+    assert seen == [False, False, True, True]
 
 
 def test_a_tuner_measures_for_as_long_as_it_is_told(monkeypatch):

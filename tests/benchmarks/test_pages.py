@@ -103,6 +103,15 @@ def test_options_host_times_and_speeds_without_rest_have_tables_of_their_own():
         ["180 / 90.0", "-", "30.0", "-", "200"], ["200 / 100", "200 / 50.0"], [f"80.0 / {rested:.0f}"]]  # fmt: skip
 
 
+def test_the_portable_kernels_are_beside_flashattention_2_alone_and_have_their_own_options():
+    rows = both("64x256", "ours", 400, 300) + both("64x256", "portable", 200, 100) + both("64x256", "varlen", 250, 80)
+    rows += both("64x256", "portable-deterministic", 200, 50)
+    rows += [row("64x256", "portable", "dq", record.ERRORS, rms="3e-3")]
+    assert cells(tables.attention(rows), "64x256") == [
+        ["16/16 x 128", "400 / 300", "250 / 80.0", "1.60 / 3.75", "-"],
+        ["200 / 100 (3.00)", "250 / 80.0", "0.800 / 1.25"], ["200 / 100", "200 / 50.0"]]  # fmt: skip
+
+
 def test_a_pack_is_compared_with_the_dense_kernels_that_take_least_for_both_directions():
     times = {"ours": ("0.2", "0.6"), "cudnn": ("0.1", "0.6"), "fa4": ("0.2", "0.4"), "flash": ("", "0.1")}
     rows = [{"case": "4x2048", "total_tokens": "8192", "num_seqs": "4", "peer": peer, "direction": way,
@@ -121,6 +130,10 @@ def test_logits_are_compared_with_attention_without_sinks_and_softcap():
              for peer in times for name in tables.RESULTS]  # fmt: skip
     assert cells(tables.logits(rows), "x") == [
         ["1.40 / 1.25"], ["neither", *["2.00"] * 4], ["softcap 5", *["2.00"] * 4]]  # fmt: skip
+    names = {"ours": "portable", "low": "portable-softcap"}
+    others = [row | {"peer": names[row["peer"]]} for row in rows]
+    assert cells(tables.logits(rows + others), "x")[3:] == [
+        ["1.40 / 1.25"], ["neither", *["2.00"] * 4], ["softcap 50", *["2.00"] * 4]]  # fmt: skip
 
 
 def cp_rows():
@@ -195,6 +208,9 @@ def test_mixers_have_their_floor_and_how_many_times_as_long_others_take():
     speeds, errors = cells(tables.mixers(rows), "1x16384")
     assert speeds == ["0.250 / 0.500", "0.750 / 2.00", "0.086 / 0.086", "3.00 / 4.00"]
     assert errors == ["thdattn", "2.00", "2.00"]
+    rows += [row | {"peer": "portable"} for row in rows if row["peer"] == "ours"]
+    found = cells(tables.mixers(rows), "1x16384")
+    assert found == [speeds, ["0.250 / 0.500", "0.750 / 2.00", "3.00 / 4.00"], errors, ["portable", *errors[1:]]]
 
 
 def test_graphs_are_compared_with_calls_in_packs_of_unknown_lengths_and_slots_with_an_exact_plan():
