@@ -14,7 +14,7 @@ import numpy as np
 import peers
 import record
 from cp_methods import INNER, ONE, USUAL, Method
-from rank_of import ByCollectives, as_rank_of, exchanging
+from rank_of import Exchanging, as_rank_of
 from workloads import Case
 
 import thdattn
@@ -69,7 +69,7 @@ class Ranks(NamedTuple):
             return self.levels
         if self.size == self.real.size or method == USUAL:
             return self.gathering
-        return exchanging(self.real, self.size, self._busiest(method, case))
+        return Exchanging(self.real, self.size, self._busiest(method, case))
 
     def _busiest(self, method: Method, case: Case) -> tuple[int, int]:
         """Return the two ranks with most work, in ascending order."""
@@ -233,7 +233,7 @@ def captured(stack: ExitStack, name: str, way: Timed) -> Callable[[], object] | 
     if not isinstance(layer, Layer) or name == ONE or not layer.method.captured:
         return None
     balanced, comm = layer.method.sharding == "balanced", layer.attention.comm
-    if balanced and isinstance(comm, ByCollectives):
+    if balanced and isinstance(comm, Exchanging):
         return None
     graphs = stack.enter_context(Graphs(comm, CudaGraphConfig(impl="local", warmup_steps=1)))
     replay = graphs.captured(partial(both, within_capacity(layer, graphs) if balanced else copy(way)), name)

@@ -1,17 +1,17 @@
 """Comms by which two ranks behave as two of a larger job: each plays the missing ranks to the other one.
 
-Rows, keys and traffic are those of two ranks of that job; results mean nothing, and are finite. Through peer memory, a
+Rows, keys and traffic are those of two ranks of that job; results mean nothing, and are finite. With peer memory, a
 rank reads the rows of a missing rank from the other rank's memory, and writes there what is for the missing rank. The
 other rank sets the missing rank's flags. So a rank copies, adds, sets and awaits as much as among all ranks. Data for
-one rank may overwrite data for another.
+one rank may overwrite data for another. Methods that communicate by `exchange` alone get as many bytes in one exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,34 +23,20 @@ from thdattn.jit.structs import MAX_RANKS
 STAGGER = 1 << 16  # bytes between what played ranks are read from, so that no cache has it yet
 
 
-def as_rank_of(real: Comm, size: int) -> Comm:
-    """Make the comm of this rank among `size` ranks, by peer memory where the real comm has it, else by collectives.
+def as_rank_of(real: Any, size: int) -> Comm:
+    """Make the comm of this rank among `size` ranks, which has the checks, deadline and maxima of the two real ranks.
 
     Args:
-        real: comm of two ranks, which stays open and is closed last.
+        real: comm of two ranks with peer memory, which stays open and is closed last.
 
     Raises:
-        ValueError: `real` has other than two ranks, or `size` is below 2.
+        ValueError: `real` is another comm, or `size` is below 2 or too large for peer memory.
     """
-    if real.size != 2 or size < 2:
+    if real.size != 2 or not real.reads_peers or not 2 <= size <= MAX_RANKS:
         raise ValueError(
-            f"found {real.size} real ranks to behave as ranks of {size}, wanted 2 as ranks of 2 or more; start "
-            f"the program with mpiexec -n 2"
+            f"found {real.size} real ranks {'with' if real.reads_peers else 'without'} peer memory to behave as ranks "
+            f"of {size}, wanted 2 with it as ranks of 2 to {MAX_RANKS}; start the program with mpiexec -n 2"
         )
-    if not real.reads_peers or size > MAX_RANKS:
-        return ByCollectives(real, size)
-    return with_peer_memory(real, size)
-
-
-def exchanging(real: Comm, size: int, ranks: tuple[int, int]) -> Comm:
-    """Make the comm of one of two ranks among `size`, for methods that communicate by `exchange` alone."""
-    comm = ByCollectives(real, size, ranks)
-    comm.overlaps = True  # so that methods say what every rank sends
-    return comm
-
-
-def with_peer_memory(real: Any, size: int) -> Comm:
-    """Make a comm with the checks, deadline and maxima of the two ranks, and with other peer memory."""
     memory = transport.PeerMemory(World(real._world, size), Window)
     real.before_close(memory.close)
     comm: Any = copy(real)
@@ -59,17 +45,19 @@ def with_peer_memory(real: Any, size: int) -> Comm:
     return made
 
 
-class ByCollectives(Comm):
-    """Comm that does a collective over `size` ranks as size - 1 collectives of two, in one launch of NCCL.
+class Exchanging(Comm):
+    """Comm of one of two ranks among `size`, for methods that communicate by `exchange` alone.
 
-    Each of them brings one foreign share and takes one away. An exchange is one exchange of the two, in which each rank
-    gets as many bytes, in as many slices, as it would get from all others.
+    An exchange is one exchange of the two, in which each rank gets as many bytes, in as many slices, as it would get
+    from all others.
 
     Args:
         ranks: the two ranks of `size` that the real ones play.
     """
 
-    def __init__(self, real: Comm, size: int, ranks: tuple[int, int] = (0, 1)) -> None:
+    overlaps = True  # so that methods say what every rank sends
+
+    def __init__(self, real: Comm, size: int, ranks: tuple[int, int]) -> None:
         super().__init__(ranks[real.rank], size)
         self.real, self.ranks = real, ranks
         self._wanted: dict[Any, list[int]] = {}
@@ -79,21 +67,6 @@ class ByCollectives(Comm):
 
     def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
         return self.real._watched(what, array)
-
-    def _all_gather(self, send: Any, recv: Any) -> None:
-        rows = len(send)
-        with self._together():
-            for first in range(self.size - 1):  # the next one overwrites the second half, in any order
-                self.real.all_gather(send, recv[first * rows : (first + 2) * rows])
-
-    def _reduce_scatter(self, send: Any, recv: Any) -> None:
-        rows = len(recv)
-        with self._together():
-            for first in range(self.size - 1):
-                self.real.reduce_scatter(send[first * rows : (first + 2) * rows], recv)
-
-    def _all_reduce(self, array: Any, op: str) -> None:
-        self.real.all_reduce(array, op)
 
     def _exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Callable[[], None]:
         """Send own slices where they have the size that the other rank wants, and other bytes elsewhere."""
@@ -128,25 +101,13 @@ class ByCollectives(Comm):
     def _barrier(self) -> None:
         self.real.barrier()
 
-    def _split(self, color: int, key: int) -> Comm:
-        raise NotImplementedError("ranks that there only seem to be are not divided into groups")
-
     def _gather_values(self, value: int) -> Sequence[int]:
         return self.real._gather_values(value)
 
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Launch the calls of NCCL together; other comms have no launch."""
-        if self.real.name != "nccl":
-            yield
-            return
-        from cupy.cuda import nccl
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("two ranks can play many in exchanges alone")
 
-        nccl.groupStart()
-        try:
-            yield
-        finally:  # an open group would swallow every later call
-            nccl.groupEnd()
+    _all_gather = _reduce_scatter = _all_reduce = _split = _refuse
 
 
 class World:

@@ -8,7 +8,7 @@ import pytest
 import record
 import tables
 from cp_methods import METHODS, Method
-from rank_of import exchanging
+from rank_of import Exchanging
 from workloads import Case, cp_cases
 
 import thdattn
@@ -57,7 +57,7 @@ def test_two_ranks_get_by_exchange_what_two_of_many_get(name):
         return layer_of(comm, case, method)[3]
 
     def fn(real):
-        comm = exchanging(real, 8, (2, 7))
+        comm = Exchanging(real, 8, (2, 7))
         assert (comm.rank, comm.size) == ((2, 7)[real.rank], 8)
         before = real.received_bytes
         _, plan, results, counted = layer_of(comm, case, method)
