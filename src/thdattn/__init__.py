@@ -25,9 +25,8 @@
 from thdattn import comm, graphs, timeline
 from thdattn.attention import CPAttention
 from thdattn.kv_cache import KVCache
-from thdattn.mamba.cache import Mamba2Cache
+from thdattn.mamba.cache import Mamba2Cache, Mamba2Saved
 from thdattn.mamba.mixer import Mamba2Mixer
-from thdattn.mamba.saved import Mamba2Saved
 from thdattn.mamba.shape import Mamba2Weights
 from thdattn.methods.all_gather import GatheredKV
 from thdattn.packing import PackedBatch

@@ -28,7 +28,7 @@ from tree_cases import LONG, MIXED, TREES, random_case, unrolled
 import thdattn
 from thdattn.mamba import nodes, oracle, trees
 from thdattn.mamba.oracle import Norm, Sizes
-from thdattn.mamba.segments import segment_rows
+from thdattn.mamba.shape import segment_rows
 from thdattn.oracle import judge
 
 

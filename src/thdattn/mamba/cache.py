@@ -1,4 +1,4 @@
-"""Mamba2Cache: the decode cache of a Mamba-2 mixer, whose size does not depend on the lengths of the sequences."""
+"""State between calls of a Mamba-2 mixer: what forward saves for backward, and the cache for decoding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,34 @@ from thdattn.checks import check_same
 from thdattn.engines import Engine
 from thdattn.kv_cache import as_sequences, check_one_rank, check_sequences, copy_sequences
 from thdattn.mamba import context_parallel, mixer_engine
-from thdattn.mamba.saved import Mamba2Saved
-from thdattn.mamba.shape import Inputs, MixerShape
+from thdattn.mamba.context_parallel import Kept
+from thdattn.mamba.shape import Inputs, Mamba2Weights, MixerShape
+from thdattn.plan.plan import Plan
 
 MAX_SEQUENCES = 2**16 - 1  # thread blocks in y of one launch
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # to compare or print arrays would wait for the GPU
+class Mamba2Saved:
+    """State that forward of a Mamba2Mixer saves for its backward.
+
+    Attributes:
+        zxbcdt, weights, plan: as passed, without a copy: do not write to them before backward.
+        kept: y before the gate, the state in front of every segment of rows, and the halo rows that the convolution
+            read; also the results of the convolution if the mixer has keep_activations.
+        made_with: the sizes of the mixer, which the mixer of the backward must share.
+        generation: the Generation of the plan's lengths where these are on a GPU, else None.
+    """
+
+    zxbcdt: Any
+    weights: Mamba2Weights
+    plan: Plan
+    kept: Kept
+    made_with: MixerShape
+    generation: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Mamba2Saved: zxbcdt {self.zxbcdt.dtype} {tuple(self.zxbcdt.shape)}, {self.plan!r}>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # to compare or print arrays would wait for the GPU

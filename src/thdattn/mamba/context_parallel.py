@@ -18,8 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
-from thdattn.mamba.segments import segment_rows
-from thdattn.mamba.shape import Inputs
+from thdattn.mamba.shape import Inputs, segment_rows
 from thdattn.plan.memory import Memory, largest_windows
 from thdattn.plan.workspace import Buffer, bytes_by_name, total_bytes
 

@@ -12,8 +12,7 @@ from thdattn.checks import as_array, check_same, raise_if_told
 from thdattn.comm import Comm
 from thdattn.engines.select import as_engine_dtype, choose_engine
 from thdattn.mamba import context_parallel, mixer_engine, trees
-from thdattn.mamba.cache import Mamba2Cache, make_cache, traits
-from thdattn.mamba.saved import Mamba2Saved
+from thdattn.mamba.cache import Mamba2Cache, Mamba2Saved, make_cache, traits
 from thdattn.mamba.shape import GatedNorm, Mamba2Weights, MixerShape
 from thdattn.packing import PackedBatch, as_like
 from thdattn.plan.build import description, found_wrong, with_arrays

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.mamba.segments import segment_rows
-from thdattn.mamba.shape import CHUNK
+from thdattn.mamba.shape import CHUNK, segment_rows
 from thdattn.packing import PackedBatch, rows_of_runs
 from thdattn.plan.node_table import node_table, rows_before
 from thdattn.plan.plan import Plan

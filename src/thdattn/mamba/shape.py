@@ -10,9 +10,21 @@ import numpy as np
 from thdattn.arguments import is_array, shown
 
 if TYPE_CHECKING:
+    from thdattn.packing import PackedBatch
     from thdattn.plan.plan import Plan
 
 CHUNK = 64  # rows that the recurrence takes at once; kChunk of kernels/mamba/common.cuh
+
+
+def segment_rows(batch: PackedBatch, most: int) -> int:
+    """Return the rows of a segment, which has one state in front of it; in trees every node has whole segments.
+
+    Args:
+        most: rows of a segment that an engine takes. Segments of trees have the largest number that divides this and
+            the rows of every node.
+    """
+    trees = batch.trees
+    return most if trees is None else int(np.gcd.reduce(trees.lengths, initial=most))
 
 
 class _Weights(NamedTuple):

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from thdattn.mamba import context_parallel
 from thdattn.mamba.context_parallel import Kept, Layer, compute, compute_gradients, gather, of_ranks
 from thdattn.mamba.nodes import Crossings, Ints, Layout, Sent, crossings, cut, layout, sent
-from thdattn.mamba.segments import segment_rows, segments_before
-from thdattn.mamba.shape import Copies, Inputs, Mamba2Weights, MixerShape
+from thdattn.mamba.shape import Copies, Inputs, Mamba2Weights, MixerShape, segment_rows
 from thdattn.packing import PackedBatch
 from thdattn.plan.build import with_arrays
 from thdattn.plan.memory import Memory, largest_windows
@@ -211,21 +210,31 @@ def _make(layer: Layer, plan: Plan) -> _Nodes:
     sources = tokens.copy()
     sources[made.copies[1]] = made.copies[0]
     others = np.flatnonzero(tokens < 0).astype(np.int32)
-    starts = engine.mixer_starts(segments_before(made.batch, engine.mixer_segment_rows))
-    shared = _share(layer, outline) if plan.cp_size > 1 else None
-    upload = engine.mixer_table
+    upload = partial(_uploaded, plan)
+    starts = upload(engine.mixer_starts(_segments_before(made.batch, engine.mixer_segment_rows)))
+    shared = _share(layer, plan, outline) if plan.cp_size > 1 else None
     return _Nodes(with_arrays(_plan(plan, made.batch)), outline, upload(sources), upload(tokens), upload(places),
-                  upload(others), _copies(layer, made.copies), starts, shared)
+                  upload(others), _copies(plan, made.copies), starts, shared)
 
 
-def _share(layer: Layer, outline: _Outline) -> _Shared:
+def _segments_before(batch: PackedBatch, most: int) -> Ints:
+    """Return for every segment of trees the one before it on its path; -1: there is none."""
+    trees, rows = batch.trees, segment_rows(batch, most)
+    assert trees is not None
+    first = np.arange(0, batch.total_rows, rows)
+    node = trees.node_of(first)
+    before: Ints = np.where(trees.nodes[node] == first, trees.before[node], first - 1) // rows
+    return before
+
+
+def _share(layer: Layer, plan: Plan, outline: _Outline) -> _Shared:
     of_rows, into = outline.sent, outline.layout.received[1]
     rows = _table(of_rows.slots, np.arange(len(of_rows.rows)), of_rows.rows)
     returned = _table(of_rows.copy_slots, np.arange(len(into)), into)
-    upload = layer.engine.mixer_table
+    upload = partial(_uploaded, plan)
     return _Shared(upload(rows), upload(of_rows.sources.astype(np.int32)), upload(into.astype(np.int32)),
-                   upload(returned), _copies(layer, of_rows.copies),
-                   layer.engine.mixer_starts(outline.crossings.before))
+                   upload(returned), _copies(plan, of_rows.copies),
+                   upload(layer.engine.mixer_starts(outline.crossings.before)))
 
 
 def _table(length: int, index: Ints, values: Ints) -> NDArray[np.int32]:
@@ -235,11 +244,16 @@ def _table(length: int, index: Ints, values: Ints) -> NDArray[np.int32]:
     return made
 
 
-def _copies(layer: Layer, copies: Ints) -> Copies:
+def _uploaded(plan: Plan, table: NDArray[Any]) -> Any:
+    """Return a table of the host as an array of the plan's engine."""
+    return np.asarray(table, like=plan.rows)  # of CuPy arrays this is cupy.asarray
+
+
+def _copies(plan: Plan, copies: Ints) -> Copies:
     """Return Copies of (2, number): rows, and the place of a copy of each."""
     rows, counts = np.unique(copies[0], return_counts=True)
     made = rows, np.append(0, np.cumsum(counts)), copies[1][np.argsort(copies[0], kind="stable")]
-    return Copies(*(layer.engine.mixer_table(x.astype(np.int32)) for x in made))
+    return Copies(*(_uploaded(plan, x.astype(np.int32)) for x in made))
 
 
 # ----------------------------------------------------------------------------------------------------- rows

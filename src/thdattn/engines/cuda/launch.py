@@ -28,11 +28,6 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return cupy.empty(shape, dtype)
 
 
-def upload(table: np.ndarray[Any, Any]) -> Array:
-    """Return a new array with the numbers of a host array."""
-    return cupy.asarray(table)
-
-
 def new(buffer: Buffer) -> Array:
     """Return a new uninitialised array as declared."""
     return empty(buffer.shape, buffer.dtype)

@@ -28,12 +28,4 @@ from thdattn.mamba.cuda.forward import (
     mixer_tail,
 )  # fmt: skip
 from thdattn.mamba.cuda.norm import mixer_norm
-from thdattn.mamba.cuda.trees import mixer_add_copies, mixer_clear_dt, mixer_starts, mixer_table
-
-__all__ = [
-    "MIXER_SIZES", "mixer_activations", "mixer_add_copies", "mixer_add_halos", "mixer_backward_buffers", "mixer_bwd",
-    "mixer_clear_dt", "mixer_conv", "mixer_conv_bwd", "mixer_conv_states", "mixer_decode", "mixer_enter", "mixer_fill",
-    "mixer_fold", "mixer_fold_trees", "mixer_forward_buffers", "mixer_gate_states", "mixer_gradients", "mixer_halo",
-    "mixer_norm", "mixer_scan", "mixer_segment_rows", "mixer_start", "mixer_starts", "mixer_states", "mixer_table",
-    "mixer_tail",
-]  # fmt: skip
+from thdattn.mamba.cuda.trees import mixer_add_copies, mixer_clear_dt, mixer_starts

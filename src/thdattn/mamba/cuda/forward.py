@@ -32,8 +32,7 @@ from thdattn.mamba.configs import (
     slab_for,
 )
 from thdattn.mamba.reference.conv import halo_rows
-from thdattn.mamba.segments import segment_rows
-from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape
+from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape, segment_rows
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import FLOAT32, Buffer
 
@@ -238,7 +237,7 @@ def _states(plan: Plan, shape: MixerShape, convolves: bool) -> tuple[Array, Laun
     return decays, Launch(compiler.kernel(*kernel), grid, slab.states_threads, fixed)
 
 
-def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool) -> Array:
     """Turn what segments add into the states in front of them, in place. See reference.mixer_fold."""
     summary = plan.workspace.array(_summary(shape))
     _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
@@ -251,7 +250,7 @@ def mixer_fold_trees(states: Array, decays: Array, starts: Array, reverse: bool 
         _walk(_FOLD_TREES, (states, decays, starts), range(len(states)), states.shape[1:], reverse)
 
 
-def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool) -> Array:
     """Return the state in front of this rank's rows; reverse: the gradient behind them. See reference.mixer_start."""
     start = plan.workspace.array(_start(shape))
     ranks = range(plan.cp_rank + 1, plan.cp_size) if reverse else range(plan.cp_rank)
@@ -259,7 +258,7 @@ def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool =
     return start
 
 
-def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False) -> None:
+def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool) -> None:
     """Add the state from other ranks to the states that mixer_fold made. See reference.mixer_enter."""
     reached = range(len(states))[segments]
     if reached:

@@ -8,17 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array
 from thdattn.jit import compiler
 from thdattn.kernels.instances import instance
 from thdattn.mamba.configs import CONV_BACK_COLUMNS
 from thdattn.mamba.shape import Copies, MixerShape
-
-
-def mixer_table(table: NDArray[np.int32]) -> Array:
-    """Upload a table; see reference.mixer_table."""
-    return launch.upload(table)
 
 
 def mixer_clear_dt(zxbcdt: Array, rows: Array, shape: MixerShape) -> None:
@@ -35,10 +29,8 @@ def mixer_add_copies(gradients: Array, copies: Copies, shape: MixerShape, dzxbcd
         grid, 128, (gradients, dzxbcdt, *copies, *ints))
 
 
-def mixer_starts(before: NDArray[np.int64]) -> Array:
-    """Return the struct Start of kernels/mamba/trees.cu for every segment, (segments, 2) int32; see
-    reference.mixer_starts.
-    """
+def mixer_starts(before: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return a struct Start of kernels/mamba/trees.cu per segment, (segments, 2); see reference.mixer_starts."""
     own = np.arange(len(before))
     first = np.where(before == own - 1, own, np.where(before < 0, -1, before + 1))
-    return launch.upload(np.stack([first, np.isin(own, first[first != own])], axis=1).astype(np.int32))
+    return np.stack([first, np.isin(own, first[first != own])], axis=1).astype(np.int32)

@@ -164,7 +164,7 @@ def mixer_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) ->
 
 
 @on_host
-def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool) -> Array:
     """Turn what segments add into the states in front of them, in place, from 0 in front of the first.
 
     Args:
@@ -204,7 +204,7 @@ def mixer_fold_trees(states: Array, decays: Array, starts: Array, reverse: bool 
 
 
 @on_host
-def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool) -> Array:
     """Return the state in front of this rank's rows; reverse: the gradient of the state behind them.
 
     Args:
@@ -222,7 +222,7 @@ def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool =
 
 
 @on_host
-def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False) -> None:
+def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool) -> None:
     """Add the state from other ranks, with its decays, to the states that mixer_fold made.
 
     Args:

@@ -13,13 +13,8 @@ from thdattn.spans import on_host
 Array = NDArray[Any]
 
 
-def mixer_table(table: NDArray[np.int32]) -> Array:
-    """Return a table of the host as an array of the engine."""
-    return table
-
-
 def mixer_starts(before: NDArray[np.int64]) -> Array:
-    """Return where each segment of trees gets its state from, for mixer_fold_trees.
+    """Return where each segment of trees gets its state from, for mixer_fold_trees, as an array of the host.
 
     Args:
         before: the segment before each on its path; -1: there is none. Segments are in the order of trees, depth first.
