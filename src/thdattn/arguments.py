@@ -1,4 +1,4 @@
-"""Checks of user arguments: numbers, flags, choices, masks and host arrays.
+"""Checks of user arguments: numbers, flags, choices, masks, and arrays of the host or of an engine.
 
 No check reads an array on a GPU, not even for a message: that would make the host wait.
 """
@@ -9,10 +9,13 @@ import math
 import operator
 import reprlib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from thdattn.engines import Engine
 
 INT32_MAX = 2**31 - 1
 UNLIMITED = 2**30  # a window this wide counts as unlimited, so that position + window fits in int32
@@ -45,6 +48,13 @@ def check_kind(name: str, value: Any, kind: type, remedy: str) -> None:
     """Raise a TypeError if the value is no instance of `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {found(value)}; wanted a {kind.__name__}; {remedy}")
+
+
+def check_same(what: str, made: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:
+    """Raise a ValueError that names the first of the traits in which what was made before is not what is wanted."""
+    if made != wanted:
+        name = next(name for name in wanted if made[name] != wanted[name])
+        raise ValueError(f"{what} {name} {made[name]}, wanted {wanted[name]}; {remedy}")
 
 
 def is_array(value: Any) -> bool:
@@ -195,6 +205,27 @@ def as_host_ints(name: str, x: Any) -> NDArray[Any]:
         kind = "bool" if array.dtype.kind in "iu" else array.dtype
         raise TypeError(f"{name} holds {kind} values, wanted ints; pass an int32 array or a list of ints")
     return array
+
+
+def as_array(
+    engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], shape_remedy: str,
+    dtype_remedy: str,
+) -> Any:
+    """Return the engine's array of what a user passed: C-contiguous, and of this shape and dtype.
+
+    Args:
+        shape_remedy, dtype_remedy: the ends of the messages, behind the shape and the dtype wanted.
+
+    Raises:
+        TypeError: an array of another dtype, on the wrong device, or none.
+        ValueError: an array of another shape.
+    """
+    x = engine.from_user(name, x)
+    if x.dtype != dtype:
+        raise TypeError(f"{name} is {x.dtype}, wanted {dtype}{dtype_remedy}")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}, wanted {shape}{shape_remedy}")
+    return x
 
 
 def unreadable(name: str, x: Any, how: str, remedy: str) -> TypeError:

@@ -8,8 +8,7 @@ from weakref import WeakKeyDictionary
 
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window, check_kind
-from thdattn.checks import as_rows, as_sinks, check_plan, check_same
+from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window, check_kind, check_same
 from thdattn.comm import Comm
 from thdattn.engines import AttentionOptions, BackwardInputs, Engine, ForwardInputs
 from thdattn.engines.select import as_engine_dtype, check_head_dims, choose_engine
@@ -24,7 +23,7 @@ from thdattn.plan.handles import give_handle
 from thdattn.plan.mask import visible_pairs
 from thdattn.plan.memory import Flops, Layer, Memory, attention_flops, count_as_free, shortage
 from thdattn.plan.plan import NO_ARRAYS, Plan
-from thdattn.saved import Saved, check_keys, check_saved
+from thdattn.saved import Saved, as_rows, as_sinks, check_keys, check_plan, check_saved
 from thdattn.sharding import Sharding
 
 _SAME_PLAN = "pass every rank the same batch and sharding, and make CPAttention with the same arguments"

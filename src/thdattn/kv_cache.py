@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from thdattn.arguments import as_count, as_host_ints, check_kind
+from thdattn.arguments import as_array, as_count, as_host_ints, check_kind
 from thdattn.engines import Engine
 from thdattn.packing import PackedBatch
 from thdattn.plan.mask import most_in_sight
@@ -129,13 +129,8 @@ class KVCache:
         return self._kept.memoize(key, make, self._engine.capture)
 
     def _checked(self, name: str, x: Any, like: Any, plan: Plan) -> Any:
-        x, shape = self._engine.from_user(name, x), (plan.local_key_rows, *like.shape[2:])
-        if x.dtype != like.dtype:
-            raise TypeError(f"{name} is {x.dtype}, wanted {like.dtype} as in the cache; cast it")
-        if x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}, wanted {shape} = (local_key_rows, num_kv_heads, width); "
-                             f"pass what forward got")
-        return x
+        return as_array(self._engine, name, x, (plan.local_key_rows, *like.shape[2:]), like.dtype,
+                        " = (local_key_rows, num_kv_heads, width); pass what forward got", " as in the cache; cast it")
 
 
 def make_cache(

@@ -1,4 +1,4 @@
-"""State that a forward saves for its backward, and checks of saved state and gathered keys."""
+"""State that a forward saves for its backward, and checks of what calls are given: rows, sinks, plans, saved state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.arguments import found, is_array, shown
+from thdattn.arguments import as_array, check_kind, check_same, found, is_array, shown
 from thdattn.engines import Engine
 from thdattn.methods.all_gather import GatheredKV
 from thdattn.methods.base import lse_dtype
@@ -95,6 +95,58 @@ def check_keys(engine: Engine, keys: GatheredKV, k: Any, v: Any, plan: Plan) -> 
     if keys.plan is not plan or any(now not in known for now, *known in places):
         raise ValueError("keys were gathered from other k and v or with another plan, wanted those of this call; "
                          "call gather with the same arrays, or leave it out")
+
+
+def as_rows(engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return the engine's array of rows of an attention; see as_array."""
+    return as_array(
+        engine, name, x, shape, dtype,
+        " = (local_rows, heads, width); pass this rank's rows (Sharding.shard cuts them out) with the heads that "
+        "CPAttention was made for", "; cast it, or make CPAttention(dtype=...) match",
+    )  # fmt: skip
+
+
+def as_sinks(engine: Engine, sinks: Any, num_heads: int, dtype: np.dtype[Any], wanted: bool) -> Any:
+    """Return the engine's array of the sinks that a user passed, or None for an attention without.
+
+    Args:
+        dtype: of q.
+        wanted: whether the attention has sinks.
+
+    Raises:
+        TypeError: an array of another dtype, on the wrong device, or none.
+        ValueError: an array of another shape, none for an attention with sinks, or one for an attention without.
+    """
+    if (sinks is not None) != wanted:
+        raise ValueError(
+            f"sinks is {'None' if sinks is None else shown(sinks)}, but the attention was made with sinks={wanted}, "
+            f"wanted one with the other; pass (num_heads,) logits to CPAttention(sinks=True), and to no other"
+        )
+    if sinks is None:
+        return None
+    return as_array(engine, "sinks", sinks, (num_heads,), np.promote_types(dtype, np.float32),
+                    "; pass a logit for every query head", ", as lse; cast it")
+
+
+def check_plan(plan: Plan, wanted: dict[str, Any]) -> None:
+    """Raise for a plan of another attention, or on one rank from lengths that the GPU has found wrong; enter it.
+
+    Args:
+        wanted: what plan.made_for has to be.
+    """
+    check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
+    check_same("plan was made for", plan.made_for, wanted, "make it with this attention's plan(batch)")
+    raise_if_told(plan)
+    plan.enter()
+
+
+def raise_if_told(plan: Plan) -> None:
+    """Raise for lengths that the GPU has found wrong, as far as the host of one rank knows.
+
+    Of several ranks one may be told before the others, who would wait for it: their next plan raises on all.
+    """
+    if plan.cp_size == 1:
+        plan.check(wait=False)
 
 
 def _kind(x: Any) -> str:

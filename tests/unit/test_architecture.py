@@ -19,7 +19,7 @@ PACKAGE = SOURCE / "thdattn"
 # A folder, or a module beside the folders, imports from itself and from those before it.
 LAYERS = [
     "arguments", "install", "trees", "packing", "balance", "capacity", "sharding", "oracle", "kernels", "spans", "jit",
-    "comm", "plan", "kv_cache", "checks", "methods", "saved", "engines", "attention", "mamba", "varlen", "graphs",
+    "comm", "plan", "kv_cache", "methods", "saved", "engines", "attention", "mamba", "varlen", "graphs",
     "timeline", "costs", "torch", "cli", "fuzz", "__main__",
 ]
 CONTRACT = "engines"  # what an engine has to do, without any: all may import it
@@ -29,7 +29,7 @@ WITHOUT_ENGINES = {"__init__", "attention", "engines.select", "mamba.mixer", "ma
 ENGINES = ("engines.reference", "engines.cuda", "mamba.reference", "mamba.cuda", "jit.compiler")
 # Where a library may be imported: when the module is loaded, and at all.
 WHEN_LOADED = {"cupy": {"jit.compiler", "jit.tensor_map", *(f"engines.cuda.{name}" for name in (
-                   "launch", "plan", "rows", "scheduler", "forward", "backward", "decode", "softcap", "trees"))},
+                   "launch", "plan", "rows", "scheduler", "forward", "backward", "decode", "softcap"))},
                "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.local", "comm.nccl", "comm.beside.blocks", "comm.beside.transport",
                  "comm.peer.shared_memory", "comm.peer.windows", "engines.select", "graphs.capture", "graphs.upload",

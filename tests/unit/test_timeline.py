@@ -20,8 +20,7 @@ import thdattn
 from thdattn import spans, timeline
 from thdattn.__main__ import main
 from thdattn.comm import Levels, base
-from thdattn.spans import intervals
-from thdattn.timeline import Row, Timeline
+from thdattn.timeline import Row, Timeline, common, length, merged
 
 CASE = Case("documents", (70, 3, 33, 0, 50))
 
@@ -119,11 +118,11 @@ def test_sets_of_times_are_those_of_their_points():
     for _ in range(300):
         one, other = ([tuple(sorted(pair)) for pair in rng.integers(0, 30, (rng.integers(5), 2)).tolist()]
                       for _ in range(2))
-        sets = [intervals.merged(some) for some in (one, other)]
+        sets = [merged(some) for some in (one, other)]
         assert [points(some) for some in sets] == [points(one), points(other)]
         assert all(a[1] < b[0] for some in sets for a, b in itertools.pairwise(some))
-        assert points(intervals.common(*sets)) == points(one) & points(other)
-        assert intervals.length(intervals.common(*sets)) == len(points(one) & points(other))
+        assert points(common(*sets)) == points(one) & points(other)
+        assert length(common(*sets)) == len(points(one) & points(other))
 
 
 def test_clocks_that_began_at_any_time_are_aligned_by_the_shortest_barrier():

@@ -23,7 +23,7 @@ from thdattn.comm import init, run_local
 from thdattn.engines.select import choose_engine
 from thdattn.fuzz import chaos, judge
 from thdattn.fuzz.cases import FuzzCase, draw_case, draw_configuration
-from thdattn.fuzz.runs import Ranks, Results, gathered, inputs_of, mixer_inputs_of, poisoned, portable_kernels, run
+from thdattn.fuzz.runs import Ranks, Results, inputs_of, mixer_inputs_of, poisoned, portable_kernels, run
 
 PACKS_OF_A_ROUND = 16
 ROUNDS_OF_A_CONFIGURATION = {"reference": 1, "cuda": 8}  # more on a GPU, whose kernels are compiled first
@@ -193,7 +193,7 @@ def _ran(case: FuzzCase, ranks: Ranks) -> list[Results] | Exception:
         except Exception as error:
             return error
     try:
-        return gathered(run(case, ranks), ranks)
+        return list(ranks.comm._gather_values(run(case, ranks)))
     except BaseException:
         print(f'FAILED --case "{case.words()}" on rank {ranks.comm.rank}', flush=True)
         raise

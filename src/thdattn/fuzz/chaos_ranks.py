@@ -21,7 +21,7 @@ from thdattn.comm import Comm, init
 from thdattn.fuzz.cases import ON_GPUS, Configuration, FuzzCase, draw_case, draw_configuration
 from thdattn.fuzz.judge import judge
 from thdattn.fuzz.lines import Line
-from thdattn.fuzz.runs import Ranks, allocators, gathered, poisoned, replaced, run
+from thdattn.fuzz.runs import Ranks, allocators, poisoned, replaced, run
 
 LATE_SECONDS = 1.0
 SECONDS_TO_JUDGE = 240.0  # on a busy machine
@@ -129,7 +129,7 @@ def soak(chaos: Round, ranks: Ranks, fault: Fault, judges: Comm) -> None:
     for number, case in enumerate(packs(chaos, ranks.engine)):
         failed = False
         try:
-            results = gathered(run(case, ranks), ranks)
+            results = ranks.comm._gather_values(run(case, ranks))
         except MemoryError as error:
             if chaos.kind != "window":
                 raise

@@ -176,7 +176,7 @@ def portable_kernels() -> AbstractContextManager[None]:
 
 
 def run(case: FuzzCase, ranks: Ranks) -> Results:
-    """Run a case on this rank and return host arrays by name, of the same shapes on all ranks.
+    """Run a case on this rank and return host arrays by name.
 
     `rows` are the packed rows of this rank; names of a second layer end in " of B". `unequal` counts the arrays whose
     bits differ where they must not.
@@ -358,25 +358,3 @@ FLOWS: dict[str, Callable[[FuzzCase, Ranks], Results]] = {
     **dict.fromkeys(("plain", "ahead", "split"), _one_layer), "layers": _layers, "replay": _replay, "varlen": _varlen,
     "decode": _decode, "mixer": _mixer,
 }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------ all ranks
-
-
-def gathered(results: Results, ranks: Ranks) -> list[Results]:
-    """Return the results of every rank, on every rank; collective."""
-    if ranks.comm.size == 1:
-        return [results]
-    sent = np.concatenate([np.frombuffer(x.tobytes(), np.uint8) for x in results.values()])
-    came = ranks.xp.empty((ranks.comm.size * len(sent),), np.uint8)
-    ranks.comm.all_gather(ranks.xp.asarray(sent), came)
-    return [_unpacked(part, results) for part in np.split(ranks.to_host(came), ranks.comm.size)]
-
-
-def _unpacked(data: Array, like: Results) -> Results:
-    found, begin = {}, 0
-    for name, x in like.items():
-        found[name] = data[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
-        begin += x.nbytes
-    return found
-

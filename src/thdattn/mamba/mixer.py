@@ -7,8 +7,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import as_bool, as_choice, as_count, as_norm_eps, check_kind, shown
-from thdattn.checks import as_array, check_same, raise_if_told
+from thdattn.arguments import as_array, as_bool, as_choice, as_count, as_norm_eps, check_kind, check_same, shown
 from thdattn.comm import Comm
 from thdattn.engines.select import as_engine_dtype, choose_engine
 from thdattn.mamba import context_parallel, mixer_engine, trees
@@ -18,6 +17,7 @@ from thdattn.packing import PackedBatch, as_like
 from thdattn.plan.build import description, found_wrong, with_arrays
 from thdattn.plan.memory import Memory
 from thdattn.plan.plan import NO_ARRAYS, Plan
+from thdattn.saved import raise_if_told
 from thdattn.sharding import Sharding, as_sharding
 
 CAUSAL = (-1, 0)  # window of a mixer's plans

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import NamedTuple
@@ -36,9 +36,11 @@ from thdattn.comm import Comm
 from thdattn.comm.failures.outcomes import attempt, results
 from thdattn.engines.select import choose_engine
 from thdattn.install import remedy
-from thdattn.spans import COMPUTE, EXCHANGE, SUM, computing, intervals
+from thdattn.spans import COMPUTE, EXCHANGE, SUM, computing
 
 __all__ = ["Row", "Timeline", "computing", "record"]
+
+Interval = tuple[float, float]  # begin and end of a time
 
 _MEETINGS = 20  # barriers at the start, of which the shortest aligns the clocks
 
@@ -80,13 +82,13 @@ class Timeline:
         each summed over ranks.
         """
         computes, communicates = self.busy(COMPUTE), self.busy(EXCHANGE, SUM)
-        whole = sum(map(intervals.length, communicates))
-        both = sum(map(intervals.length, map(intervals.common, computes, communicates)))
+        whole = sum(map(length, communicates))
+        both = sum(map(length, map(common, computes, communicates)))
         return both / whole if whole else None
 
-    def busy(self, *lanes: str) -> list[list[tuple[float, float]]]:
+    def busy(self, *lanes: str) -> list[list[Interval]]:
         """Return for each rank when some lanes have a bar: (begin, end) in milliseconds, ascending and disjoint."""
-        return [intervals.merged((row.begin, row.end) for row in self.rows if row.rank == rank and row.lane in lanes)
+        return [merged((row.begin, row.end) for row in self.rows if row.rank == rank and row.lane in lanes)
                 for rank in range(self._comm.size)]
 
     def __str__(self) -> str:
@@ -157,7 +159,7 @@ def record(comm: Comm) -> Iterator[Timeline]:
 class _Recording(NamedTuple):
     """Recording of one rank, in seconds: of barriers when it came and left, of its clocks the error, and its spans."""
 
-    meetings: list[tuple[float, float]]
+    meetings: list[Interval]
     error: float
     spans: list[tuple[str, str, float, float]]
 
@@ -169,7 +171,7 @@ def _refusal(records: bool, captures: bool) -> str:
     return "it records already, wanted one recording at a time; end the first one" if records else ""
 
 
-def _meet(comm: Comm) -> tuple[float, float]:
+def _meet(comm: Comm) -> Interval:
     """Return when this rank came to a barrier and left it, in seconds."""
     begin = time.perf_counter()
     comm.barrier()
@@ -191,3 +193,36 @@ def _fill(timeline: Timeline, ranks: Sequence[_Recording]) -> None:
                  for lane, name, begin, end in rank.spans]
     first = min((row.begin for row in rows), default=0.0)
     timeline.rows = [row._replace(begin=row.begin - first, end=row.end - first) for row in rows]
+
+
+# --- sets of times, as ascending lists of intervals that do not touch ------------------------------------------
+
+
+def merged(some: Iterable[Interval]) -> list[Interval]:
+    """Return the set of all times in some intervals, which may overlap."""
+    whole: list[Interval] = []
+    for begin, end in sorted(some):
+        if whole and begin <= whole[-1][1]:
+            whole[-1] = whole[-1][0], max(end, whole[-1][1])
+        else:
+            whole.append((begin, end))
+    return whole
+
+
+def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the times in both sets."""
+    found, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(times: Iterable[Interval]) -> float:
+    """Return the length of a set."""
+    return sum(end - begin for begin, end in times)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from thdattn.spans import COMPUTE, EXCHANGE, LANES, SUM
-from thdattn.spans.intervals import Interval, common, length, merged
-
-if TYPE_CHECKING:
-    from thdattn.timeline import Row, Timeline
+from thdattn.timeline import Interval, Row, Timeline, common, length, merged
 
 MOST_RANKS = 16
 COLOURS = {COMPUTE: "#4477aa", EXCHANGE: "#ee6677", SUM: "#228833"}  # Paul Tol's "bright", for all eyes

@@ -19,10 +19,9 @@ from numpy.typing import DTypeLike
 from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs
 from thdattn.engines.cuda import launch, scheduler
 from thdattn.engines.cuda.launch import Array, Heads, Launch, heads_of
-from thdattn.engines.cuda.plan import pairs_of, parts_of
+from thdattn.engines.cuda.plan import pairs_of, parts_of, trees_of
 from thdattn.engines.cuda.rows import reorder
 from thdattn.engines.cuda.softcap import logits_of, lse_unit
-from thdattn.engines.cuda.trees import trees_of
 from thdattn.engines.cuda.workspace import (
     WITHOUT_PADDING,
     SumOptions,

@@ -11,9 +11,8 @@ import numpy as np
 from thdattn.engines import NEW_ARRAYS, AttentionOptions, ForwardInputs, ForwardOutputs
 from thdattn.engines.cuda import launch, scheduler
 from thdattn.engines.cuda.launch import Array, Heads, Launch, heads_of
-from thdattn.engines.cuda.plan import nan_if_invalid, parts_of
+from thdattn.engines.cuda.plan import nan_if_invalid, parts_of, trees_of
 from thdattn.engines.cuda.softcap import kind_of, logits_of
-from thdattn.engines.cuda.trees import trees_of
 from thdattn.engines.cuda.workspace import kv_partials, kv_splits, max_logits
 from thdattn.jit import compiler
 from thdattn.jit.structs import FORWARD_SIZE, KV_PARTIALS

@@ -16,6 +16,7 @@ import numpy as np
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
+from thdattn.jit.structs import TREES
 from thdattn.kernels.configs import BEHIND_KEYS, TREE_GROUP
 from thdattn.kernels.instances import PLAN_KERNELS, TREE_PLAN_KERNELS
 from thdattn.packing import PackedBatch
@@ -389,6 +390,15 @@ def _tree_arrays(
     _make(lengths, _TREE_ENDS, (_blocks(32 * num_groups),), (
         *made.values(), ranges[1], *map(np.int32, (plan.key_rows, num_groups))))
     return made
+
+
+def trees_of(plan: Plan) -> tuple[Any, ...]:
+    """Return the struct Trees of a plan, the last argument of kernel instances with trees; () without trees."""
+    arrays = plan.arrays
+    if not plan.has_trees:
+        return ()
+    pointers = [x.data.ptr for x in (arrays.query_ends, arrays.group_ends, arrays.group_begins)]
+    return (np.array((*pointers, len(arrays.group_ends)), TREES)[()],)
 
 
 def parts_of(plan: Plan, side: int) -> list[Array]:
