@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +16,7 @@ import mamba_exact
 import mamba_peers
 import record
 from cp_methods import OURS
-from mamba_cases import BYTES_PER_S, CASES, SMALL_ROWS, MixerCase, draw
+from mamba_cases import BYTES_PER_S, MixerCase, draw
 from mamba_exact import MIXER, OF_ROWS, OF_WEIGHTS, SCAN
 
 from thdattn.engines.cuda import launch
@@ -29,28 +27,6 @@ TOY = MixerCase("toy", (37, 1, 70, 3), heads=4, head_dim=8, state_dim=16, groups
 
 
 # --- packs -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_packs_are_full_and_their_first_rows_are_of_the_same_sequences(name):
-    case = CASES[name]
-    assert case.name == name and case.batch().total_rows == case.total_tokens in (16_384, 65_536, 131_072)
-    small = case.small()
-    assert small.total_tokens == SMALL_ROWS and replace(small, lengths=case.lengths) == case
-    assert small.lengths[:-1] == case.lengths[: len(small.lengths) - 1]
-
-
-def test_least_bytes_are_those_of_a_typical_layer():
-    assert CASES["1x16384"].least_bytes("forward") == 16_384 * 25_216
-    assert CASES["1x16384-g8"].least_bytes("backward") == 16_384 * 57_600
-
-
-def test_inputs_are_the_same_in_every_run_and_repeat_no_row():
-    case = replace(TOY, lengths=(600_000,), heads=1, groups=1, head_dim=2, state_dim=2)
-    first, again = draw(case, np), draw(case, np)
-    assert first.zxbcdt.tobytes() == again.zxbcdt.tobytes() and first.zxbcdt.shape == (600_000, 9)
-    assert len(np.unique(first.zxbcdt[:, :3], axis=0)) > 0.999 * 600_000
-    assert abs(first.dout.std() - 1) < 0.01 and np.isfinite(first.weights.dt_bias).all()
 
 
 # --- float64 -----------------------------------------------------------------------------------------------------
@@ -143,14 +119,6 @@ def test_portable_peers_choose_portable_kernels_in_every_call(on_host, toy, monk
     assert seen == [False, False, True, True]
 
 
-def test_a_tuner_measures_for_as_long_as_it_is_told(monkeypatch):
-    testing = SimpleNamespace(do_bench=lambda call, warmup=25, rep=100, quantiles=None: (warmup, rep, quantiles))
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(testing=testing))
-    monkeypatch.setitem(sys.modules, "triton.testing", testing)
-    mamba_peers.tune_for(8)
-    assert testing.do_bench(None, quantiles=(0.5,)) == (2, 8, (0.5,))
-
-
 def test_peers_that_fail_are_named_and_leave_blanks(on_host, monkeypatch, capsys):
     class Missing(mamba_peers.OurMixer):
         def __init__(self, case, inputs):
@@ -193,20 +161,6 @@ def test_heads_dealt_to_ranks_make_the_whole_mixer(heads, groups, size):
     mamba_cp.put_together(case, grads, dzxbcdt)
     found = dict(zip(OF_ROWS, [np.concatenate(outs, axis=1), *mamba_peers.columns(case, dzxbcdt)], strict=True))
     assert max(error.rms for error in mamba_exact.errors(found, {x: whole[x] for x in OF_ROWS}).values()) < 1e-13
-
-
-def test_heads_that_cannot_be_dealt_are_refused():
-    for heads, groups in ((3, 1), (6, 3)):
-        with pytest.raises(ValueError, match=f"{heads} heads in {groups} groups cannot be dealt to 2 ranks"):
-            mamba_cp.share(replace(TOY, heads=heads, groups=groups), 2)
-
-
-def test_every_way_is_timed_forward_backward_and_both():
-    done = []
-    way = SimpleNamespace(forward=lambda: done.append("f"), backward=lambda: done.append("b"))
-    for call in mamba_cp.calls({OURS: way}).values():
-        call()
-    assert done == ["f", "b", "f", "b", "f", "b"]
 
 
 def test_weights_are_in_the_order_of_their_names():

@@ -15,14 +15,6 @@ import thdattn
 import thdattn.engines.reference
 
 
-def test_a_row_has_the_time_and_the_rate_of_a_way():
-    sources = [np.zeros((1_000, 8, 128), np.float32)] * 2
-    made = bench_reorder.row_of("1 sequence", 2, "to_rank_order", sources, "copy", [1.0, 1.2, 0.8])
-    assert (made["peer"], made["ms"], made["ms_p10"], made["ms_p90"]) == ("copy", "1.00000", "0.80000", "1.20000")
-    num_bytes = 2 * 2 * 4_096_000
-    assert made["bytes"] == str(num_bytes) and made["gb_per_s"] == f"{num_bytes / 1e6:.0f}"
-
-
 def test_every_way_of_both_directions_is_called_and_has_a_row(monkeypatch):
     """On the host, by the NumPy engine."""
     called, rng = [], np.random.default_rng(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import record
 import tables
 from tree_cases import MIXED, TREES, random_case, sees
 from workloads import TREES as DRAWN
-from workloads import Case, TreeCase, drawn_trees
+from workloads import Case, TreeCase
 
 import thdattn
 from thdattn import oracle
@@ -51,12 +50,6 @@ def test_drawn_trees_fill_tiles_and_are_beside_a_pack_of_as_many(name):
     assert (case.unrolled.heads, case.alike.head_dim) == (16, 128)
 
 
-def test_trees_have_the_depth_and_the_fan_that_were_asked_for():
-    case = drawn_trees("x", 100, 2, 2, 50)
-    assert case == drawn_trees("x", 100, 2, 2, 50) != drawn_trees("x", 100, 2, 2, 51)
-    assert case.parents[:9] == (-1, 0, 1, 1, 0, 4, 4, -1, 7) and case.lengths[7] == 100
-
-
 @pytest.mark.parametrize("case", [case for case in PACKS if sum(case.lengths)], ids=str)
 def test_tiles_are_those_with_a_visible_pair(case, monkeypatch):
     monkeypatch.setattr("workloads.TILE", 16)
@@ -70,13 +63,6 @@ def test_float64_results_of_paths_are_those_of_parents():
     wanted = oracle.packed_attention(TINY.batch(), *(x.astype(float) for x in inputs))
     for name, x in zip(accuracy.RESULTS, accuracy.exact_trees(TINY, inputs, np), strict=True):
         np.testing.assert_allclose(x, getattr(wanted, name), rtol=1e-11, atol=1e-12, err_msg=name)
-
-
-def test_the_small_tree_is_the_first_one_with_few_rows():
-    for case in DRAWN.values():
-        small = accuracy.small_tree(case)
-        assert small.parents == case.parents[: len(small.lengths)] and small.parents.count(-1) == 1
-        assert sum(small.lengths) <= accuracy.ROWS + len(small.lengths) and small.heads == 8
 
 
 # --- a run -------------------------------------------------------------------------------------------------------
@@ -164,16 +150,6 @@ def test_two_ranks_share_the_trees_and_are_beside_one(bench):
 
     first, second = run_local(2, fn)
     assert 1 <= first == second < 1.1
-
-
-def test_wrong_peers_are_named_and_a_missing_one_is_left_out(bench, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_trees.py", "--peers", "flex,cudnn"])
-    with pytest.raises(SystemExit):
-        bench.parse_arguments()
-    assert "unknown peers cudnn; wanted some of causal, unrolled, flex" in capsys.readouterr().err
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    assert bench.present(bench.PEERS) == ["causal", "unrolled"]
-    assert "flex left out: PyTorch is missing" in capsys.readouterr().err
 
 
 # --- on GPUs -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,7 +11,6 @@ from workloads import CASES, PACK_TOKENS, Case, document_pack, lognormal_pack
 
 import thdattn
 
-BENCHMARKS = Path(record.__file__).parent
 KEY = ("gpu", "case", "peer", "direction", "timing")
 
 
@@ -42,13 +40,6 @@ def test_drawn_packs_are_the_same_every_time_and_nearly_full(draw, shortest, lon
     assert lengths == draw(0) != draw(1)
     assert shortest <= min(lengths) and max(lengths) <= longest
     assert PACK_TOKENS - longest < sum(lengths) <= PACK_TOKENS
-
-
-def test_document_shares_sum_to_what_their_source_says():
-    assert BENCHMARKS.joinpath("doc_lengths.csv").read_text().startswith("# Real document lengths")
-    bins = np.loadtxt(BENCHMARKS / "doc_lengths.csv", delimiter=",", skiprows=2)
-    assert bins[:, 2].sum() == pytest.approx(100.02)
-    np.testing.assert_array_equal(bins[1:, 0], bins[:-1, 1] + 1)
 
 
 def test_rows_round_trip_and_replace_only_their_own_measurement(tmp_path):
@@ -83,37 +74,6 @@ def test_spread_of_few_samples_is_their_range():
     assert timed == {"ms": "2.00000", "ms_p10": "1.00000", "ms_p90": "4.00000", "samples": "3", "tflops": "2.00"}
 
 
-def test_results_file_names_the_gpu():
-    assert record.results_file("attention", "NVIDIA H100 80GB HBM3").name == "attention_nvidia-h100-80gb-hbm3.csv"
-
-
-def test_host_time_is_that_of_a_usual_call_and_not_the_mean(monkeypatch):
-    pytest.importorskip("cupy")
-    import timing
-
-    now = [0.0]
-    lengths = iter([1e-3, 9.0, 2e-3, 1.0, 3e-3, 2e-3])
-
-    def call():
-        now[0] += next(lengths)
-
-    def rest(seconds):
-        now[0] += seconds
-
-    monkeypatch.setattr(timing, "HOST_CALLS", 3)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(timing.time, "sleep", rest)
-    monkeypatch.setattr(timing.cupy.cuda, "get_current_stream", Mock())
-    assert float(record.timed(timing.host(call, 2))["ms"]) == pytest.approx(2.5)
-
-
-def test_only_the_deterministic_peer_asks_for_it():
-    pytest.importorskip("cupy")
-    import peers
-
-    assert peers.PEERS["deterministic"].options == {"deterministic": True} and peers.PEERS["ours"].options == {}
-
-
 # --- a run of bench_attention on a machine whose GPU is faked ----------------------------------------------------
 
 
@@ -144,15 +104,6 @@ def clock(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now / 1e3)
     monkeypatch.setattr(timing, "REST", 0.0)
     return clock
-
-
-@pytest.mark.parametrize("calls", [1, 3, 7, 50])
-def test_a_graph_is_replayed_for_as_long_as_a_group_of_calls_lasts(calls):
-    pytest.importorskip("cupy")
-    import timing
-
-    replays = 1 + timing.REPLAYS
-    assert calls <= replays * timing.calls_per_graph(calls) < calls + replays
 
 
 def test_times_of_a_graph_are_those_of_its_calls(clock):
@@ -247,25 +198,3 @@ def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, ca
     assert "small fa4 backward graph: RuntimeError: cannot be captured" in capsys.readouterr().err
     blank = next(made for made in rows if tuple(made[x] for x in KEY[2:]) == ("fa4", "backward", "graph"))
     assert blank["ms"] == blank["tflops"] == "", "it replaces what an older run measured"
-
-
-def test_errors_of_a_peer_with_a_softcap_are_against_attention_with_one(bench):
-    class Capped(FakePeer):
-        def __init__(self, case, inputs):
-            super().__init__(case, inputs)
-            self.logits = {"softcap": 0.5}
-
-        def on_host(self):
-            import accuracy
-
-            return accuracy.exact(self.case, self.inputs, np, softcap=0.5)
-
-    measured = bench.errors(SMALL, {"ours": FakePeer, "capped": Capped})
-    assert {float(columns["rms"]) for columns in measured.values()} == {0.0} and len(measured) == 8
-
-
-def test_a_sustained_run_times_forward_and_backward_together(bench):
-    measured = bench.sustained(SMALL, {"ours": FakePeer, "fa4": Inexact}, 1)
-    assert set(measured) == {(name, "both", "sustained") for name in ("ours", "fa4")}
-    calls = 5  # of 3 ms fill a third of a group of 40 ms
-    assert float(measured["ours", "both", "sustained"]["ms"]) == pytest.approx(20 / calls, abs=1e-5)

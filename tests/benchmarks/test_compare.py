@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import sys
 
@@ -74,13 +72,6 @@ def test_a_tree_that_dies_or_refuses_is_left_out_and_comes_back(make_tree, capfd
     assert "tree 'new': ValueError: no" in capfd.readouterr().err
 
 
-def test_a_tree_that_hangs_is_ended(make_tree):
-    tree = make_tree("base", 2.0, patience=0.2)
-    with pytest.raises(RuntimeError, match=r"'base' gave no answer in 0\.2 s"):
-        tree.ask("hang")
-    assert tree.process is None
-
-
 def test_table_ends_with_the_lowest_ratio():
     measured = {
         ("1x16384", "ours", "forward"): (1.0, {"base": [1.0], "new": [0.5]}),
@@ -91,63 +82,6 @@ def test_table_ends_with_the_lowest_ratio():
     assert lines[2].split() == ["4x4096", "deterministic", "backward", "1000.0", "800.0", "0.800", "(0.800..0.800)"]
     assert lines[3].split()[2:] == ["-", "-", "-"]
     assert lines[4].split() == ["lowest", "ratio", "0.800"]
-
-
-def test_folders_of_trees_are_found(tmp_path):
-    (tmp_path / "src" / "thdattn").mkdir(parents=True)
-    (tmp_path / "src" / "thdattn" / "__init__.py").touch()
-    assert compare.named_folder(f"a={tmp_path}") == compare.named_folder(f"a={tmp_path}/src") == ("a", tmp_path / "src")
-    for wrong in (str(tmp_path), f"a={tmp_path}/nowhere", "a="):
-        with pytest.raises(Exception, match="is no NAME=PATH"):
-            compare.named_folder(wrong)
-
-
-def test_child_answers_every_question_and_says_its_errors():
-    class Measure:
-        def double(self, x):
-            return {"twice": 2 * x}
-
-    answers = io.StringIO()
-    questions = io.StringIO('{"do": "double", "x": 4}\n{"do": "double", "x": null}\n')
-    compare.serve(Measure(), questions, answers)
-    right, wrong = map(json.loads, answers.getvalue().splitlines())
-    assert right == {"twice": 8}
-    assert wrong["error"].startswith("TypeError: ")
-
-
-def test_child_times_a_graph_of_the_case_that_it_prepared(monkeypatch):
-    done = []
-
-    class Peer:
-        def __init__(self, case, inputs):
-            done.append(case.name)
-
-        def forward(self):
-            done.append("forward")
-
-        def backward(self):
-            done.append("backward")
-
-        def capture(self, call, calls):
-            done.append(f"graph of {calls}")
-            return call
-
-    monkeypatch.setattr(compare, "PEERS", {"ours": Peer})
-    monkeypatch.setattr(compare, "draw_inputs", lambda case: None)
-    monkeypatch.setattr(compare, "release_memory", lambda: done.append("release"))
-    monkeypatch.setattr(compare.timing, "called", lambda call, calls: [4.0, 5.0, 90.0])
-    monkeypatch.setattr(compare.timing, "replayed", lambda replay, calls: [replay() or calls / 2])
-    monkeypatch.setattr(compare.timing, "REST", 0.0)
-    measure = compare.Measure()
-    prepared = measure.prepare("64x256", "ours", "forward")
-    assert prepared == {"ms": 5.0, "tflop": CASES["64x256"].flops.forward / 1e12}
-    measure.prepare("64x256", "ours", "backward")
-    assert measure.capture("backward", 10.0) == {"calls": 2}
-    assert measure.time() == {"ms": [1.0]}
-    measure.prepare("481x34", "ours", "forward")
-    assert done == ["release", "64x256", "forward", "forward", "backward", "graph of 2", "backward",
-                    "release", "481x34", "forward", "forward"]  # fmt: skip
-    assert measure.replay is None
 
 
 # --- errors ----------------------------------------------------------------------------------------------------

@@ -11,16 +11,8 @@ from cp_methods import METHODS, Method
 from rank_of import Exchanging
 from workloads import Case, cp_cases
 
-import thdattn
 from thdattn.comm import run_local
 from thdattn.costs import model
-
-
-def test_methods_are_named_as_cp_attention_takes_them():
-    assert Method.named("a2a") == ("a2a", "contiguous") and str(Method.named("a2a:contiguous")) == "a2a"
-    assert str(METHODS["all_gather:balanced"]) == "all_gather:balanced"
-    assert [METHODS[name].way for name in ("all_gather", "p2p", "a2a:dual_chunk")] == [
-        "ours", "ours, p2p", "ours, a2a:dual_chunk"]  # fmt: skip
 
 
 def layer_of(comm, case, method):
@@ -68,21 +60,6 @@ def test_two_ranks_get_by_exchange_what_two_of_many_get(name):
 
     many = run_local(8, wanted)
     assert run_local(2, fn) == [many[2], many[7]]
-
-
-def test_work_of_ranks_counts_the_keys_that_their_queries_see():
-    # Of 3 and 2 tokens, three in the first rank and two in the second: 1 + 2 + 3 and 1 + 2 keys.
-    assert cp_methods.work(thdattn.Sharding(thdattn.PackedBatch.from_lengths([3, 2]), 2, "contiguous")) == [6, 3]
-    batch = cp_cases(4)["1x8192"].batch()
-    assert len(set(cp_methods.work(thdattn.Sharding(batch, 4, "dual_chunk")))) == 1
-
-
-def test_every_method_has_a_predicted_time_that_bytes_make_longer():
-    case = cp_cases(4)["documents8k"]
-    found = {name: cp_methods.predicted_ms(method, case, 4) for name, method in METHODS.items()}
-    for ms in found.values():
-        assert ms["both"] == pytest.approx(ms["forward"] + ms["backward"]) and min(ms.values()) > 0
-    assert found["all_gather:balanced"]["both"] < found["all_gather"]["both"]
 
 
 # ------------------------------------------------------------------------------------------------ recommendations

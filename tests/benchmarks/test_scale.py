@@ -41,10 +41,3 @@ def test_documents_of_one_rank_each_reach_all_but_their_tiles():
     assert found.best == kind and found.costs[kind].received.total == 0
     assert found.overlapped == pytest.approx(used)
     assert ("a2a", "contiguous") not in found.costs and found.share(("a2a", "contiguous")) == 0
-
-
-def test_neighbours_of_two_levels_are_on_one_machine():
-    for each in simulated([4096, 1000, 300], [2, 8, 16], Shape(16, 16, per_node=4)):
-        assert all(4 % cost.way.inner == 0 for cost in each.costs.values())
-        assert each.costs[each.best].seconds.total == min(cost.seconds.total for cost in each.costs.values())
-        assert 0 < each.share(each.best) <= each.overlapped <= 1

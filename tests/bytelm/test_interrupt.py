@@ -98,19 +98,6 @@ def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, tmp_path, r
         assert "ending after this micro-batch; Ctrl-C again ends at once" in errors and "ended at once" in errors
 
 
-@pytest.mark.exhaustive
-def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents, tmp_path):
-    """MPICH's launcher, aborted by the second press, may return 0, so its status is not checked."""
-    with running(2, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
-        ranks = process_ids(tmp_path, 2, process)
-        output, _ = press_until_the_end(process, lambda: os.killpg(process.pid, signal.SIGINT))
-        limit = time.monotonic() + PATIENCE
-        while any(map(is_running, ranks)):
-            assert time.monotonic() < limit, "a rank outlives the launcher"
-            time.sleep(0.1)
-    assert "stopped after step" not in output
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive)])
 def test_other_signals_only_ever_ask_for_the_end_after_a_micro_batch(documents, tmp_path, number):
     """Launchers and schedulers send them, some again and again until the process has ended."""

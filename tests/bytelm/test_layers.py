@@ -37,18 +37,6 @@ def test_rope_turns_planes_of_q_and_k_and_leaves_v():
         )
 
 
-def test_rope_of_some_columns_is_that_part_of_the_whole():
-    heads, kv_heads, head_dim = 2, 3, 4
-    qkv, rotation = normal(5, (heads + 2 * kv_heads) * head_dim), rotation_of(range(5), head_dim // 2)
-    q, k, v = layers.rope_forward(qkv, rotation, heads, kv_heads)
-    nothing, first = np.empty((5, 0, head_dim)), heads * head_dim
-    for n, m, columns, parts in ((heads, 0, np.s_[:first], (q, nothing, nothing)),
-                                 (0, kv_heads, np.s_[first:], (nothing, k, v))):  # fmt: skip
-        for x, y in zip(layers.rope_forward(qkv[:, columns], rotation, n, m), parts, strict=True):
-            assert x.flags.c_contiguous
-            np.testing.assert_array_equal(x, y, strict=True)
-
-
 def test_swiglu_of_large_gates_does_not_overflow():
     gate_up = np.array([[1e4, -1e4, 2.0, 2.0]], np.float32)
     with np.errstate(all="raise"):

@@ -90,12 +90,6 @@ def test_what_padding_holds_changes_no_bit(config, options):
     assert others.gradient.tobytes() == zeros.gradient.tobytes()
 
 
-def test_text_without_targets_has_neither_loss_nor_gradient():
-    text = Text(TEXT.inputs, [np.full_like(target, -1) for target in TEXT.targets])
-    for found in outcome(text, num_targets=1), outcome(Text.random((0, 0)), num_targets=1):  # no tokens are legal too
-        assert found.loss == 0 and not found.gradient.any()
-
-
 def test_loss_is_the_mean_of_minus_log_probabilities():
     found = outcome()
     logits, targets = np.concatenate(found.logits), np.concatenate(TEXT.targets)

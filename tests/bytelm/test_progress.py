@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
-import subprocess
-import sys
-import termios
 
 import progress
-from programs import TRAIN
 
 
 def log_of(monkeypatch, capsys, seconds, per_step):
@@ -46,43 +38,6 @@ def test_ranks_that_do_not_show_print_nothing(capsys):
     quiet.say("step 1")
     quiet.close()
     assert capsys.readouterr() == ("", "")
-
-
-SHOW = f"""
-import sys, time
-sys.path.append({str(TRAIN.parent)!r})
-import progress
-shown = progress.Progress(40, 0, shown=True, bar=False)
-for number in range(40):
-    time.sleep(0.03)
-    shown.step("loss 1.234, 12,345 tokens/s, padding 1.2%")
-shown.close()
-"""
-
-
-def terminal_shows(columns):
-    """Return the lines and redrawn lines that SHOW writes to a terminal of this width."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with subprocess.Popen([sys.executable, "-c", SHOW], stdout=slave, stderr=slave) as process:
-        os.close(slave)
-        output = b""
-        while True:
-            try:
-                output += os.read(master, 65536)
-            except OSError:  # the other end is closed
-                break
-    os.close(master)
-    assert process.returncode == 0, output.decode()
-    return re.split(r"[\r\n]+", output.decode())
-
-
-def test_bar_follows_the_width_of_the_terminal():
-    for columns, shows in (60, False), (110, True):
-        bars = [line for line in terminal_shows(columns) if "/40 |" in line]
-        assert len(bars) > 2 and bars[-1].startswith("40/40 |")
-        assert max(len(line.rstrip()) for line in bars) <= columns
-        assert any("padding" in bar for bar in bars) == shows, "the end is cut off"
 
 
 def test_bar_behind_a_launcher_has_the_width_that_columns_says(monkeypatch, capsys):

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import closing
-from dataclasses import replace
-
 import checkpoint
 import command_line
-import data
 import measure
 import numpy as np
 import pytest
 import runs
 import train
-from data import Packing, Position
 from grid import Grid, most_neighbours
 from programs import arguments, lines_of, refused, small, trained
 from runs import CLOSE, MODEL, Layout, Method, differs
@@ -22,9 +16,7 @@ from sizes import SIZES, Config
 from texts import HYBRID
 
 import thdattn
-from thdattn import balance
 from thdattn.methods.select import SHARDINGS
-from thdattn.plan import key_transfers
 
 A2A, GATHER, RING = (Method(kind, "contiguous") for kind in ("a2a", "all_gather", "p2p"))
 LAYOUTS = [
@@ -88,36 +80,6 @@ def test_groups_are_of_neighbours_and_micro_batches_are_dealt_like_cards():
     for cp_size in (None, 3):
         for grid in thdattn.comm.run_local(3, lambda comm, cp_size=cp_size: Grid.of(comm, cp_size)):
             assert grid.cp is grid.world and grid.dealt("abc") == "abc" and str(grid) == "3"
-
-
-def test_a_thread_prepares_the_runs_and_needed_rows_of_balanced_batches(documents, monkeypatch):
-    threads = []
-
-    def noted(module, name):
-        function = getattr(module, name)
-
-        def call(*args):
-            threads.append((name, threading.current_thread().name))
-            return function(*args)
-
-        monkeypatch.setattr(module, name, call)
-
-    noted(balance, "_runs")
-    noted(key_transfers, "_needed_rows")
-
-    def program(comm):
-        method, config = Method("all_gather", "balanced"), replace(MODEL, window=5)
-        made = runs.trainer(comm, "reference", method=method, config=config)
-        coming = data.micro_batches(data.find_documents(documents), Packing(96, 1, 64), 0, Position(0, 0))
-        with closing(data.prefetch(data.steps(coming, 2, slice(None), made.passes.prepare))) as steps:
-            for _ in range(3):
-                made.step(next(steps), runs.LR)
-
-    thdattn.comm.run_local(2, program)
-    counts = {name: sum(done == name for done, _ in threads) for name in ("_runs", "_needed_rows")}
-    masks = 2
-    assert counts["_runs"] >= 2 * 3 * 2 and counts["_needed_rows"] == masks * counts["_runs"]
-    assert all(thread.startswith("data") for _, thread in threads), threads
 
 
 # --- the program -----------------------------------------------------------------------------------------------

@@ -105,11 +105,6 @@ def test_nobody_goes_on_when_all_texts_have_ended(model, monkeypatch):
     assert max(map(len, texts)) <= 2 and len(steps) < sample.LOOK_EVERY
 
 
-def test_no_byte_is_written_where_none_is_wanted(model):
-    assert sample.Sampler(model, 2, 0).generate([b"", b""], 0, np.random.default_rng(0)) == [b"", b""]
-    assert sample.Sampler(model, 1, 3).generate([b"abc"], 0, np.random.default_rng(0)) == [b"abc"]
-
-
 def test_the_last_byte_fits_exactly_and_one_more_is_refused_before_the_start(model):
     sampler, rng = sample.Sampler(model, 2, 8, top_k=1), np.random.default_rng(0)
     assert all(len(text) <= 8 for text in sampler.generate([b"abc", b""], 5, rng))
@@ -166,9 +161,7 @@ def folder(tmp_path_factory, model):
         ("--checkpoint nowhere", "nowhere/checkpoint.npz does not exist, wanted a checkpoint; train with --checkpoint"),
         ("--bytes 3", "the following arguments are required: --checkpoint; --help lists the options"),
         ("--checkpoint nowhere --samples 0", "argument --samples: 0 is no whole number of at least 1"),
-        ("--checkpoint nowhere --top-k -1", "argument --top-k: -1 is no whole number of at least 1"),
         ("--checkpoint nowhere --bytes -1", "argument --bytes: -1 is no whole number of at least 0"),
-        ("--checkpoint nowhere --seed -1", "argument --seed: -1 is no whole number of at least 0"),
         ("--checkpoint nowhere --inference-cuda-graph-scope block",
          "--inference-cuda-graph-scope is 'block' with --cuda-graph-impl='none', wanted 'none'; change one of the two"),
         ("--checkpoint nowhere --cuda-graph-impl whole", "--cuda-graph-impl is 'whole', wanted 'none', 'local'"),

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 
 import checkpoint
 import numpy as np
-import passes
 import pytest
 import runs
-import train
 from interrupt import Stop, Stopped
 from model import Model
-from programs import MISBEHAVE, NOBODY_INTERRUPTS, arguments, lines_of, small, start, trained
+from programs import MISBEHAVE, NOBODY_INTERRUPTS, lines_of, small, start, trained
 
 import thdattn
 
@@ -39,21 +37,6 @@ def begun(output, what):
 
 
 # --- the check ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("asked", [(), (2,), (0, 1, 2)])
-def test_all_ranks_stop_if_one_was_asked_to(asked):
-    def program(comm):
-        clock = SimpleNamespace(mark=lambda: None, wait=lambda mark: None)
-        stop = Stop(comm, SimpleNamespace(requested=comm.rank in asked), clock)
-        assert stop.wanted == (comm.rank in asked)
-        try:
-            stop()
-        except Stopped:
-            return stop.wanted
-        return "goes on"
-
-    assert thdattn.comm.run_local(3, program) == [True if asked else "goes on"] * 3
 
 
 def test_the_host_waits_for_the_micro_batch_before_the_last_alone():
@@ -136,23 +119,3 @@ def test_a_signal_to_one_process_ends_all_and_the_resumed_run_is_the_uninterrupt
     trained(monkeypatch, ranks, *options_of(documents, whole, grid))
     same_run(checkpoint.load(tmp_path), checkpoint.load(whole))
     assert curve(metrics) == curve(whole / "run.jsonl")
-
-
-def test_a_validation_that_was_left_out_is_made_once(documents, tmp_path, monkeypatch):
-    """This holds after the last step too: the resumed run writes it into its checkpoint."""
-    single, asked = thdattn.comm.init("single"), SimpleNamespace(requested=False)
-    words = options_of(documents, tmp_path, "1", steps=2, accumulate=2)
-    loss = passes.Eager.loss
-
-    def asking(self, batches, num_targets):
-        asked.requested = self.model.gradient.any()  # not before the first step
-        return loss(self, batches, num_targets)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(passes.Eager, "loss", asking)
-        train.train(single, arguments(monkeypatch, *words, "--val-bytes", 2000), asked)
-    assert (checkpoint.load(tmp_path).step, checkpoint.load(tmp_path).validated) == (2, False)
-    for _ in range(2):
-        train.train(single, arguments(monkeypatch, *words, "--val-bytes", 2000, "--resume"), NOBODY_INTERRUPTS)
-        assert checkpoint.load(tmp_path).validated
-    assert [step for step, found in curve(tmp_path / "run.jsonl") if len(found) == 1] == [0, 2]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median_high, mode
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -198,15 +197,6 @@ def test_wanted_parts_and_only_they_become_graphs(config, modules, wanted):
                      for way in ("forward", "backward")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "modules", "found", "known"), [
-    (MODEL, ("attn", "mamba"), "mamba", "'attn', 'mlp'"),
-    (replace(HYBRID, pattern="M"), ("attn",), "attn", "'mamba', 'mlp'"),
-])  # fmt: skip
-def test_a_part_that_layers_do_not_have_is_refused_by_name(config, modules, found, known):
-    with pytest.raises(ValueError, match=f"modules has '{found}', wanted some of {known}, the parts of a layer"):
-        single(config=config, impl="local", modules=modules)
-
-
 def test_upload_writes_its_parts_one_after_another():
     upload = Upload(5, on_gpu=False)
     words = upload.words
@@ -248,15 +238,3 @@ def test_a_hybrid_resumes_with_other_graphs_bitwise(documents, tmp_path, monkeyp
     assert one.step == other.step == 12 and one.weights.tobytes() == other.weights.tobytes()
     counts = [line["num_overflows"] for line in lines_of(tmp_path / "run.jsonl") if "loss" in line]
     assert counts == [1] * 5 + [0] * 7, "steps after --resume belong to the run with other graphs"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--cuda-graph-impl", "whole"], "--cuda-graph-impl is 'whole', wanted 'none', 'local', .*--help lists the"),
-        (["--cuda-graph-impl", "full_iteration", "--cuda-graph-modules", "mlp"], "--cuda-graph-impl.*full_iteration"),
-    ],
-)
-def test_wrong_flags_are_named(monkeypatch, words, message):
-    with pytest.raises(ValueError, match=message):
-        arguments(monkeypatch, *words)

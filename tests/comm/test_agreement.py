@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from launch import RANKS, run_ranks, run_torchrun
@@ -221,50 +219,6 @@ def test_processes_agree(start, backend):
     assert run.stdout.count("cu_seqlens[1] is 48 (rank 0), 16 (rank 1)") == 2
     assert run.stdout.count("all_reduce is not the same on all ranks: array is 'float64 (2,)' (rank 0)") == 2
     assert run.stdout.count("done") == 2
-
-
-# --- lengths on a GPU ------------------------------------------------------------------------------------------
-
-
-class Lengths:
-    """Lengths on a GPU, which one rank's host knows to be wrong."""
-
-    made_in = generation = None
-
-    def __init__(self, wrong):
-        self.wrong = wrong
-
-    def follow(self):
-        """Nothing is late."""
-
-    def check(self, wait):
-        if self.wrong:
-            raise ValueError("lengths on the GPU decrease")
-
-
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_wrong_lengths_that_one_rank_knows_of_raise_on_all_at_the_next_plan_alone(wrong):
-    def program(comm):
-        attention, batch = attention_of(comm), thdattn.PackedBatch.from_lengths([16, 8], 4)
-        plan = attention.plan(batch)
-        attention._lengths = Lengths(comm.rank == wrong)
-        plan = replace(plan, arrays=replace(plan.arrays, lengths=attention._lengths))
-        out, saved = attention.forward(*arrays(plan), plan)
-        attention.backward(out, saved)
-        with pytest.raises(ValueError) as refused:
-            attention.plan(batch)
-        attention.forward(*arrays(plan), attention.plan(batch))
-        return str(refused.value)
-
-    assert only(thdattn.comm.run_local(2, program, timeout=20)) == f"rank {wrong}: lengths on the GPU decrease"
-
-
-def test_wrong_lengths_raise_in_the_next_call_of_one_rank():
-    attention = attention_of(thdattn.comm.init("single"))
-    plan = attention.plan(thdattn.PackedBatch.from_lengths([16, 8], 4))
-    plan = replace(plan, arrays=replace(plan.arrays, lengths=Lengths(True)))
-    with pytest.raises(ValueError, match="lengths on the GPU decrease"):
-        attention.forward(*arrays(plan), plan)
 
 
 # --- streams of simulated ranks --------------------------------------------------------------------------------

@@ -29,23 +29,6 @@ def test_simulated_ranks_keep_the_contract(cp_size):
     thdattn.comm.run_local(cp_size, lambda comm: check_contract(comm, np), timeout=30)
 
 
-def test_reduce_scatter_of_two_ranks_worked_by_hand():
-    def program(comm):
-        recv = np.full((1, 2), np.nan, np.float32)
-        comm.reduce_scatter(np.array([[1, 2], [3, 4]], np.float32) * (comm.rank + 1), recv)
-        return recv.tolist()
-
-    assert thdattn.comm.run_local(2, program) == [[[3, 6]], [[9, 12]]]
-
-
-def test_results_come_in_rank_order():
-    def program(comm):
-        time.sleep(0.01 * (comm.size - comm.rank))
-        return comm.rank, comm.size
-
-    assert thdattn.comm.run_local(3, program) == [(0, 3), (1, 3), (2, 3)]
-
-
 def test_simulated_sums_are_made_in_rank_order():
     # In float32, (2**25 + 1) - 2**25 is 0 and (2**25 - 2**25) + 1 is 1.
     def program(comm):
@@ -145,7 +128,9 @@ def test_rank_that_returns_early_is_named_at_once():
      r"rank 0: barrier; rank 1: all_reduce sum of \(3,\) float64"),
     (lambda comm: comm.all_reduce(np.zeros(3 + comm.rank), "sum"),
      r"rank 0: all_reduce sum of \(3,\).*rank 1: all_reduce sum of \(4,\)"),
-], ids=["collectives", "shapes"])  # fmt: skip
+    (lambda comm: comm.exchange([], []) if comm.rank else comm.barrier(),
+     r"different collectives.*: rank 0: barrier; rank 1: exchange"),
+], ids=["collectives", "shapes", "exchange"])  # fmt: skip
 def test_what_differs_between_ranks_is_named(program, message):
     with pytest.raises(RuntimeError, match=message):
         thdattn.comm.run_local(2, program)
@@ -163,17 +148,6 @@ def test_slices_that_the_other_rank_does_not_receive_are_named(sent, received):
         thdattn.comm.run_local(2, program)
     assert str(caught.value) == (f"rank 0 sends slices of {there} bytes to rank 1, which receives slices of {wanted} "
                                  f"bytes from it; make both from one plan")
-
-
-def test_rank_that_leaves_out_an_exchange_is_named():
-    def program(comm):
-        if comm.rank:
-            comm.exchange([], [])
-        else:
-            comm.barrier()
-
-    with pytest.raises(RuntimeError, match=r"different collectives.*: rank 0: barrier; rank 1: exchange"):
-        thdattn.comm.run_local(2, program)
 
 
 def test_agree_raises_on_every_rank_and_names_those_that_differ():

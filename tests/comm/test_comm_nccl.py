@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -14,10 +13,8 @@ import pytest
 from fake_mpi import World
 
 import thdattn.comm
-from thdattn.comm import Arrival, PeerExchange, mpi, nccl
-from thdattn.comm.failures import watchdog
+from thdattn.comm import mpi, nccl
 from thdattn.comm.failures.watchdog import Watch
-from thdattn.comm.slices import AllToAllSpec, SliceSpec
 
 PEER_MEMORY, SIDE_NCCL = nccl._peer_memory, nccl._side_nccl  # before stand-ins take their place
 FULL = b"\xff"  # uuid of a GPU without free memory
@@ -174,36 +171,6 @@ def test_start_that_fails_on_one_rank_raises_on_every_rank(start, gpus, refused,
     assert len(messages) == len(gpus) and all(m.startswith(message) for m in messages)
 
 
-def test_rank_whose_communicator_fails_waits_no_longer_for_the_others_than_in_a_collective(start):
-    """They may be left in the call that has failed there."""
-    waits = []
-
-    def communicator(size, unique_id, rank):
-        if rank == 1:
-            raise MemoryError("none left")
-        limit = time.monotonic() + 5
-        while not waits and time.monotonic() < limit:
-            waits.extend((str(each), each.limit) for each in list(watchdog._watchdog.waiting.values())
-                         if "here" in each.what)
-        return Communicator(size, unique_id, rank)
-
-    messages = start.refusals([FOUR_GPUS] * 2, make_nccl(NcclCommunicator=communicator), MemoryError)
-    assert waits == [("NCCL did not start here (none left), number 2 of this comm,", 10.0)]
-    assert messages == ["NCCL did not start on rank 1: none left"] * 2
-
-
-def test_start_that_never_ends_is_watched_for_longer_than_a_collective(start):
-    watched = []
-
-    def communicator(size, unique_id, rank):
-        watched.extend((str(operation), operation.limit) for operation in watchdog._watchdog.waiting.values())
-        return Communicator(size, unique_id, rank)
-
-    start([[b"\x0a"]], lambda comm: None, make_nccl(NcclCommunicator=communicator))
-    assert watched == [("the start of NCCL, number 1 of this comm,", 50.0)]
-    assert not watchdog._watchdog.waiting
-
-
 def test_collectives_pass_pointers_counts_dtypes_and_the_current_stream(start):
 
     def program(comm):
@@ -295,45 +262,6 @@ def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(sta
     none = np.zeros((2, 2), int)
     start([FOUR_GPUS] * 2, program, peer=peer if has_peer_memory else None)
     assert said == [([], [], none), "waits"] * has_peer_memory
-
-
-@pytest.mark.parametrize("takes_it", [True, False])
-def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(start, takes_it):
-    said = []
-    peer = peer_memory(
-        exchanges_by_kernel=lambda swap, at_once: at_once and takes_it,
-        all_to_all=lambda *arguments: said.append(arguments),
-        exchange=lambda *arguments: said.append("copies") or thdattn.comm.no_wait)
-    rows = SliceSpec(0, (0, 0), (0, 3)),
-    swap = AllToAllSpec(rows, rows, 12 * (1 - np.eye(2, dtype=int)))
-
-    def program(comm):
-        if comm.rank == 0:
-            numbers = comm._lane()._numbers
-            comm._check_slices = lambda *slices: None  # they are NumPy's
-            comm.all_to_all(swap, [np.zeros(3, np.float32)], [np.zeros(3, np.float32)], at_once=True)
-            return comm.received_bytes, numbers.ctypes.data
-        return None
-
-    (received, marks), _ = start([FOUR_GPUS] * 2, program, peer=peer)
-    if takes_it:
-        assert received == 12
-        assert [(given, where) for given, _, _, (where, _) in said] == [(swap, marks)]
-    else:
-        assert said == ["copies"]
-
-
-def test_the_kernel_that_gathers_keys_says_where_the_stream_is(start):
-    arrivals = [Arrival([], peer_exchange=PeerExchange("flags", [])), Arrival([])]
-    peer = peer_memory(gather_heads=lambda sends, recvs, at_once: arrivals)
-
-    def program(comm):
-        made = [comm.gather_heads([np.zeros(3)], [], at_once=True) for _ in range(2)]
-        assert all(second.wait is thdattn.comm.no_wait for _, second in made)
-        return comm._lane()._numbers.ctypes.data, [first.peer_exchange for first, _ in made]
-
-    for marks, exchanges in start([FOUR_GPUS] * 2, program, peer=peer):
-        assert exchanges == [PeerExchange("flags", [], marks, number) for number in (1, 2)]
 
 
 def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, monkeypatch):

@@ -19,7 +19,6 @@ from peer_programs import HEADS, WIDTH, Pack, Program, machine_of
 import thdattn
 from thdattn import spans, timeline
 from thdattn.comm.peer import transport as peer
-from thdattn.jit import compiler
 
 GROUPS = 1, 1, 2
 
@@ -103,60 +102,6 @@ def test_copies_between_gpus_begin_when_both_ranks_have_come(call, seed):
     assert all(begin < end for bars in ranks for begin, end in bars.values())
     came = max(bars.pop("kernel")[1] for bars in ranks)
     assert all(begin > came for bars in ranks for begin, _ in bars.values())
-
-
-def test_seconds_are_those_of_events_since_one_that_the_host_has_seen():
-    for recorder, *_ in recorded(gather, False):
-        assert len(recorder.spans()) == 4
-        for (lane, name, begin, end), (*names, first, last) in zip(recorder.spans(), recorder._spans, strict=True):
-            assert [lane, name] == names
-            seen = recorder._tied_at, recorder._tied.time
-            assert (begin, end) == pytest.approx([seen[0] + (event.time - seen[1]) / 1000 for event in (first, last)])
-
-
-def test_a_capture_has_no_bars():
-    with machine_of(2, 0) as machine:
-        program, recorder = Program(machine, 0), spans.Recorder(True)
-        gather(program)  # makes the windows
-        with mock.patch.dict(spans.active, {threading.get_ident(): recorder}):
-            machine.graph = {}
-            gather(program)
-            machine.graph = None
-    assert recorder._spans == []
-
-
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize(("name", "lane"), [("thd_attn_fwd<bf16, 64>", "compute"), ("thd_peer_reduce<f16>", "sum"),
-                                            ("thd_peer_exchange<AllGather>", "exchange")])
-def test_a_kernel_is_between_two_events_if_it_is_launched_while_a_timeline_is_recorded(monkeypatch, name, lane, early):
-    with installed(Machine(1)) as machine:
-        machine.become(0)
-        done = []
-
-        def launched(what):
-            return lambda *args, **kwargs: done.append((what, next(machine.clock)))
-
-        monkeypatch.setattr(compiler, "cupy", machine.cupy())
-        monkeypatch.setattr(compiler, "launch_early", launched("early"))
-        monkeypatch.setattr(compiler, "driver", SimpleNamespace(launchKernel=launched("prepared")))
-        kernel, arguments = object.__new__(compiler.Kernel), SimpleNamespace(address=0)
-        vars(kernel).update(_name=name, _function=mock.Mock(side_effect=launched("call"), ptr=0), _shared_bytes=0)
-        recorder, other = spans.Recorder(True), machine._stream(True, 0)
-
-        def launch():
-            kernel.launch((1,), 32, arguments, early)
-            kernel((1, 1), 32, (), other)
-            kernel((1, 0), 32, ())
-            kernel.launch((0,), 32, arguments, early)
-
-        launch()
-        with mock.patch.dict(spans.active, {threading.get_ident(): recorder}):
-            launch()
-        assert [what for what, _ in done] == ["early" if early else "prepared", "call"] * 2
-        bars = [(*names, begin.stream, begin.time < at < end.time)
-                for (*names, begin, end), (_, at) in zip(recorder._spans, done[2:], strict=True)]
-        plain = name.partition("<")[0]
-        assert bars == [(lane, plain, machine.stream, True), (lane, plain, other, True)]
 
 
 def test_ranks_with_gpus_put_their_bars_on_one_axis(monkeypatch):

@@ -108,22 +108,11 @@ def on_every_rank(cp_size, program):
     return set(messages)
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_padded_length_that_dual_chunk_cannot_split_names_the_sequence_and_the_remedy(cp_size):
-    batch = PackedBatch([0, 8, 11], [0, 8, 11])
-    multiple = 2 * cp_size
-    fixed = -(-3 // multiple) * multiple
-    (message,) = on_every_rank(cp_size, lambda comm: attention(comm).plan(batch))
-    assert f"sequence 1 has padded length 3, wanted a multiple of 2*cp_size = {multiple}" in message
-    assert f"pad it to {fixed} (PackedBatch.from_lengths(lengths, multiple={multiple}) does this)" in message
-
-
 @pytest.mark.parametrize(("batch", "sharding", "message"), [
-    (BATCH, "zigzag", "sharding is 'zigzag', wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one of these"),
     (BATCH, thdattn.Sharding(PackedBatch([0, 5, 7], [0, 6, 8]), 1),
      "sharding was made for another PackedBatch, wanted … make it with"),
     (PackedBatch(DeviceOffsets(3), total_rows=8), None, "a plan of the reference engine needs the offsets on the host"),
-], ids=["unknown", "of another batch", "lengths on a GPU"])  # fmt: skip
+], ids=["of another batch", "lengths on a GPU"])  # fmt: skip
 def test_batches_and_shardings_without_a_plan_are_refused(batch, sharding, message):
     with pytest.raises(ValueError, match=matches(message)):
         attention().plan(batch, sharding)

@@ -109,14 +109,6 @@ def results_with(engine, case, value):
     return [to_host(x).tobytes() for x in (out, saved.lse, *attn.backward(arrays["dout"], saved))]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_same_lengths_are_self_attention(causal):
-    case = Case("self", (33, 0, 7, 130), causal=causal, window=(-1 if causal else 9, -1), cp_sizes=(1,)).slim()
-    alone = run(case, 1, FLOAT64, engine="reference")
-    for field, x in run(replace(case, keys=case.lengths), 1, FLOAT64, engine="reference").tokens.items():
-        assert x.tobytes() == alone.tokens[field].tobytes(), field
-
-
 def test_sizes_of_both_sides():
     plan = attention().plan(PackedBatch([0, 3], [0, 4]), key_batch=PackedBatch([0, 6]))
     assert (plan.local_rows, plan.key_rows, plan.local_key_rows) == (4, 6, 6)
@@ -159,10 +151,3 @@ def test_keys_of_other_lengths_are_for_one_rank():
             attention(comm).plan(PackedBatch([0, 4]), key_batch=PackedBatch([0, 8]))
 
     thdattn.comm.run_local(2, program)
-
-
-def test_wrong_number_of_keys_names_the_array():
-    attn, x = attention(), np.ones((4, 2, 8), np.float32)
-    plan = attn.plan(PackedBatch([0, 4]), key_batch=PackedBatch([0, 6]))
-    with pytest.raises(ValueError, match=r"k has shape \(4, 2, 8\), wanted \(6, 2, 8\)"):
-        attn.forward(x, x, x, plan)

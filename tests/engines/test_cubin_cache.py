@@ -127,22 +127,3 @@ def test_changed_source_is_compiled_anew(changed, compiled, cache, edited):
     assert compiler.source_hash() == hashed, "comments compile to nothing"
     its_files = compiler.files(SMALL_KERNEL)  # not what attention kernels are made of
     assert len(list(cache.iterdir())) == (2 if changed in its_files else 1)
-
-
-def test_moving_a_file_keeps_the_hash_of_sources_and_changing_it_does_not(tmp_path, monkeypatch):
-    hashed = compiler.source_hash()
-    for file in compiler.device_files():
-        copy = tmp_path / file.replace("kernels/sinks.cu", "moved/renamed.cu").replace("common.cuh", "first.cuh")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text((compiler.FOLDER / file).read_text().replace("common.cuh", "first.cuh"))
-    monkeypatch.setattr(compiler, "FOLDER", tmp_path)
-    compiler.forget_files()
-    try:
-        assert "moved/renamed.cu" in compiler.device_files() and compiler.source_hash() == hashed
-        moved = tmp_path / "moved" / "renamed.cu"
-        moved.write_text(moved.read_text().replace("float sum = 0.f;", "float sum = 1.f;"))
-        compiler.forget_files()
-        assert compiler.source_hash() != hashed
-    finally:
-        monkeypatch.undo()
-        compiler.forget_files()

@@ -147,11 +147,3 @@ def test_torch_tensors_on_the_host_go_in_without_a_copy(dtype):
     wanted = computed([x.double().numpy().astype(kept) for x in inputs], dtype)
     for name, x, y in zip(FIELDS, computed(inputs, dtype), wanted, strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_torch_view_that_is_not_contiguous_is_read_right(dtype):
-    torch = pytest.importorskip("torch")
-    x = torch.from_numpy(drawn(np.float32)[0]).to(getattr(torch, dtype))
-    seen = reference.from_user("q", x.permute(2, 0, 1)[1:, ::2])
-    np.testing.assert_array_equal(seen.astype(np.float32), x.float().numpy().transpose(2, 0, 1)[1:, ::2])

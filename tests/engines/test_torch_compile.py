@@ -221,13 +221,6 @@ def test_checkpointed_layers_compute_again(inside, monkeypatch):
     assert len(forwards) == 2
 
 
-def test_a_retained_graph_runs_again():
-    attn, plan, *leaves = one_layer()
-    loss = compiled(lambda q, k, v, plan: attention(q, k, v, attn, plan).square().sum())(*leaves, plan)
-    first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
-    assert same(first, second)
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_inductor_runs_a_layer_with_projections():
     attn, plan, q, k, v = one_layer(torch.float32)

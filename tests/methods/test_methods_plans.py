@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -141,20 +140,3 @@ def test_saved_arrays_are_checked_and_shown_without_their_contents(way):
             layer.backward(dout[:-1], saved)
 
     thdattn.comm.run_local(way.cp_size, program)
-
-
-def test_all_ranks_raise_where_the_gpu_of_one_has_told_of_wrong_lengths():
-    """Else those that were not told yet would wait for it, or be one call ahead of it."""
-    def program(comm):
-        attn, batch = thdattn.CPAttention(comm, 1, 8, dtype="float32", engine="reference"), thdattn.PackedBatch([0, 8])
-
-        def check(wait):
-            if comm.rank == 1 and not wait:
-                raise ValueError("lengths on the GPU were planned that are wrong")
-
-        attn._lengths = SimpleNamespace(check=check)
-        with pytest.raises(ValueError, match=r"^rank 1: lengths on the GPU were planned that are wrong$"):
-            attn.plan(batch)
-        return attn.plan(batch).local_rows
-
-    assert thdattn.comm.run_local(2, program) == [4, 4]

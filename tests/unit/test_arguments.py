@@ -22,21 +22,16 @@ from thdattn.arguments import as_bool, as_choice, as_count, as_int, as_softmax_s
     ("cu_seqlens", None, TypeError, "cu_seqlens is None, a NoneType; wanted an array; pass a NumPy array"),
     ("cu_seqlens", "0 3", TypeError, "cu_seqlens is '0 3', a str; wanted an array"),
     ("cu_seqlens", {0, 3}, TypeError, "cu_seqlens is {0, 3}, a set; wanted an array"),
-    ("cu_seqlens", np.ndarray, TypeError, "cu_seqlens is <class 'numpy.ndarray'>, a type; wanted an array"),
-    ("cu_seqlens", 7, ValueError, "cu_seqlens has shape (), wanted (num_seqs + 1,)"),
     ("cu_seqlens", [[0], [3, 4]], ValueError, "cu_seqlens is no array ( … inhomogeneous … ); wanted one dtype"),
     ("cu_seqlens", [0, None], TypeError, "cu_seqlens[1] is None, a NoneType; wanted an int"),
     ("cu_seqlens", [0, "3"], TypeError, "cu_seqlens holds <U21 values, wanted ints; pass an int32 array"),
     ("cu_seqlens", [0, NAN], TypeError, "cu_seqlens holds float64 values, wanted ints"),
-    ("cu_seqlens", [False, True], TypeError, "cu_seqlens holds bool values, wanted ints"),
     ("cu_seqlens", [0, True], TypeError, "cu_seqlens holds bool values, wanted ints"),
     ("cu_seqlens", [0, 2**70], ValueError, "cu_seqlens ends at 1180591620717411303424, wanted < 2**31"),
     ("cu_seqlens", np.array([0, 3], FLOAT8), TypeError, "cu_seqlens is float8_e4m3fn, wanted int32"),
     ("cu_seqlens", np.ma.masked_array([0, 3], [0, 1]), TypeError, "cu_seqlens is a masked array … x.filled(value)"),
     ("cu_seqlens", Gradient(), TypeError, "cu_seqlens is a wrong_values.Gradient that … cu_seqlens.detach(), or"),
     ("cu_seqlens", NoDevice(), TypeError, "cu_seqlens is a … NoDevice that cannot be read through DLPack (Unknown"),
-    ("cu_seqlens_padded", "x", TypeError, "cu_seqlens_padded is 'x', a str; wanted an array"),
-    ("cu_seqlens_padded", [[0], [3, 4]], ValueError, "cu_seqlens_padded is no array"),
     ("cu_seqlens_padded", [0, 2**70], ValueError, "cu_seqlens_padded ends at 1180591620717411303424, wanted < 2**31"),
     ("cu_seqlens_padded", NoDevice(), TypeError, "cu_seqlens_padded is a … NoDevice that cannot be read"),
     ("total_rows", "8", TypeError, "total_rows is '8', a str; wanted an int; convert it with int()"),
@@ -49,26 +44,19 @@ def test_packed_batch(argument, value, kind, message):
 
 @table(
     ("lengths", None, TypeError, "lengths is None, a NoneType; wanted an array"),
-    ("lengths", 3, ValueError, "lengths has shape (), wanted (num_seqs,)"),
     ("lengths", "7", TypeError, "lengths is '7', a str; wanted an array"),
     ("lengths", (n for n in (7, 3)), TypeError, "lengths is <generator … , a generator; wanted an array"),
     ("lengths", ["7", "3"], TypeError, "lengths holds <U1 values, wanted ints"),
     ("lengths", [7.5], TypeError, "lengths holds float64 values, wanted ints"),
-    ("lengths", [NAN], TypeError, "lengths holds float64 values, wanted ints"),
     ("lengths", [True, 3], TypeError, "lengths holds bool values, wanted ints"),
-    ("lengths", (3, np.True_), TypeError, "lengths holds bool values, wanted ints"),
-    ("lengths", np.array([True]), TypeError, "lengths holds bool values, wanted ints"),
     ("lengths", [[7], [3, 1]], ValueError, "lengths is no array"),
     ("lengths", [[7, 3]], ValueError, "lengths has shape (1, 2), wanted (num_seqs,)"),
     ("lengths", [7, None], TypeError, "lengths[1] is None, a NoneType; wanted an int"),
     ("lengths", [7, 2**70], ValueError, "lengths[1] is 1180591620717411303424, wanted 0 <= length < 2**31"),
-    ("lengths", [-(2**70)], ValueError, "lengths[0] is -1180591620717411303424, wanted 0 <= length"),
     ("lengths", np.array([7, 3], FLOAT8), TypeError, "lengths holds float8_e4m3fn values, wanted ints"),
     ("lengths", OnAGpu(), TypeError, "lengths is a … OnAGpu that cannot be read as a NumPy array ( … copy it to the"),
     ("lengths", Gradient(), TypeError, "lengths is a … Gradient that … lengths.detach(), or use thdattn.torch"),
     ("multiple", 0, ValueError, "multiple is 0, wanted >= 1; pass 1 for no padding"),
-    ("multiple", -8, ValueError, "multiple is -8, wanted >= 1; pass 1 for no padding"),
-    ("multiple", 2**31, ValueError, "multiple is 2147483648, wanted <= 2147483647; pass 1 for no padding"),
     ("multiple", 2**70, ValueError, "multiple is 1180591620717411303424, wanted <= 2147483647"),
     *no_ints("multiple"),
 )  # fmt: skip
@@ -84,10 +72,7 @@ def ones_of(dtype):
 
 @table(
     ("arrays", None, TypeError, "arrays is None, a NoneType; wanted a list of arrays; pass one array per sequence"),
-    ("arrays", 3, TypeError, "arrays is 3, a int; wanted a list of arrays"),
-    ("arrays", "ab", TypeError, "arrays is 'ab', a str; wanted a list of arrays"),
     ("arrays", {0: [1.0], 1: [2.0]}, TypeError, "arrays is {0: [1.0], 1: [2.0]}, a dict; wanted a list of arrays"),
-    ("arrays", np.array(3), TypeError, "arrays is a ndarray of shape (); wanted a list of arrays"),
     ("arrays", [None, np.ones(2)], TypeError, "arrays[0] is None, a NoneType; wanted an array"),
     ("arrays", [[[1], [1, 2]], np.ones(2)], ValueError, "arrays[0] is no array"),
     ("arrays", [OnAGpu(), np.ones(2)], TypeError, "arrays[0] is a … OnAGpu that cannot be read … copy it to the host"),
@@ -128,8 +113,6 @@ def test_pack_rounds_a_fill_to_the_dtype(dtype, fill, written):
 @table(
     ("rows", None, TypeError, "rows is None, a NoneType; wanted an array"),
     ("rows", 3.0, ValueError, "rows has shape (), wanted 8 rows"),
-    ("rows", "x", TypeError, "rows is 'x', a str; wanted an array"),
-    ("rows", [[1], [2, 3]], ValueError, "rows is no array"),
     ("rows", OnAGpu(), TypeError, "rows is a … OnAGpu that cannot be read as a NumPy array"),
     ("rows", Gradient(), TypeError, "rows is a … Gradient that … pass rows.detach(), or use thdattn.torch"),
     ("rows", MASKED, TypeError, "rows is a masked array"),
@@ -146,10 +129,7 @@ def test_unpack(argument, value, kind, message):
     ("cp_size", 2**70, ValueError, "cp_size is 1180591620717411303424, wanted <= 1073741823"),
     ("strategy", None, TypeError,
      "strategy is None, a NoneType; wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one"),
-    ("strategy", 3, TypeError, "strategy is 3, a int; wanted 'dual_chunk', 'contiguous' or 'balanced'"),
     ("strategy", np.array(["dual_chunk"]), TypeError, "strategy is a ndarray of shape (1,); wanted 'dual_chunk'"),
-    ("strategy", ["dual_chunk"], TypeError, "strategy is ['dual_chunk'], a list; wanted 'dual_chunk'"),
-    ("strategy", "", ValueError, "strategy is '', wanted 'dual_chunk', 'contiguous' or 'balanced'"),
 )  # fmt: skip
 def test_sharding(argument, value, kind, message):
     batch = PackedBatch([0, 0])  # splits into any number of chunks
@@ -181,7 +161,6 @@ def test_shard(argument, value, kind, message):
 
 @table(
     ("local_arrays", None, TypeError, "local_arrays is None, a NoneType; wanted a list of arrays; pass the local"),
-    ("local_arrays", 3, TypeError, "local_arrays is 3, a int; wanted a list of arrays"),
     ("local_arrays", [None], TypeError, "local_arrays[0] is None, a NoneType; wanted an array"),
     ("local_arrays", [OnAGpu()], TypeError, "local_arrays[0] is a … OnAGpu that cannot be read as a NumPy array"),
     ("local_arrays", [Gradient()], TypeError, "local_arrays[0] is a … Gradient that … pass local_arrays[0].detach()"),

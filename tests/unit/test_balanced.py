@@ -143,11 +143,6 @@ def test_one_document_is_dual_chunk(cp_size):
         assert rows[0] == rows[1]
 
 
-def test_one_rank_has_its_rows_in_order():
-    batch = PACKS["padding between and behind"]
-    assert Sharding(batch, 1, "balanced").rows(0).tolist() == list(range(batch.total_rows))
-
-
 def test_documents_stay_on_few_ranks():
     batch = batch_of([2048] * 3 + [512] * 40 + [64] * 100)
     sharding = Sharding(batch, 8, "balanced")
@@ -323,33 +318,6 @@ def test_needed_rows_of_many_ranks(seed):
                        WINDOWS[seed % 4])  # fmt: skip
 
 
-@pytest.mark.parametrize("cp_size", [2, 7, 24])
-def test_every_rank_knows_its_part_of_the_table(cp_size):
-    for seed in range(20):
-        batch = random_pack(np.random.default_rng(seed))
-        plans = [plan_of(Sharding(batch, cp_size, "balanced"), rank, WINDOWS[seed % 4]) for rank in range(cp_size)]
-        table = np.array([plan.routes.sent for plan in plans])
-        assert table.tolist() == np.array([plan.routes.received for plan in plans]).T.tolist()
-        for plan in plans:
-            assert plan.routes.table.tolist() == table.tolist()
-            assert plan.routes.most_sent == table.sum(axis=1).max() and plan.routes.is_empty == (not table.any())
-
-
-def test_documents_that_stay_whole_send_nothing():
-    sharding = Sharding(batch_of([256] * 64), 8, "balanced")
-    for window in ((-1, 0), (-1, -1), (100, 0)):
-        for rank in range(8):
-            plan = plan_of(sharding, rank, window)
-            assert not plan.routes.table.any() and len(plan.arrays.sends) == plan.first_own == 0
-            assert plan.key_rows == plan.local_rows == 2048 and plan.rank_order.tolist() == list(range(2048))
-
-
-def test_a_window_fetches_less():
-    sharding = Sharding(batch_of([5000, 300, 2000, 41]), 4, "balanced")
-    moved = [int(plan_of(sharding, 0, window).routes.table.sum()) for window in ((-1, -1), (-1, 0), (700, 0), (9, 0))]
-    assert sorted(moved, reverse=True) == moved and len(set(moved)) == 4 and moved[-1] <= 9 * 4 * 8
-
-
 def test_other_shardings_gather_all_rows():
     batch = batch_of([32, 48])
     for strategy, cp_size in (("dual_chunk", 2), ("contiguous", 2), ("balanced", 1)):
@@ -394,50 +362,6 @@ def test_slices_of_the_ring_hold_what_is_visible_of_them(strategy, cp_size):
 # --- moves of rows ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cp_size", [2, 3, 8])
-@pytest.mark.parametrize("name", PACKS)
-def test_keys_arrive_and_gradients_return_by_these_arrays(name, cp_size):
-    batch, rng = PACKS[name], np.random.default_rng(0)
-    sharding = Sharding(batch, cp_size, "balanced")
-    plans = [plan_of(sharding, rank, (30, 2)) for rank in range(cp_size)]
-    whole = rng.standard_normal((2, batch.total_rows, 2, 4)).astype(np.float32)
-    local = [[sharding.shard(x, rank) for x in whole] for rank in range(cp_size)]
-    packed = []
-    for plan, xs in zip(plans, local, strict=True):
-        packed.append([np.full((plan.routes.num_sent, 2, 4), np.nan, np.float32) for _ in xs])
-        reference.pack_rows(xs, plan.arrays.sends, packed[-1])
-
-    def part(xs, counts, peer):
-        first = int(counts[:peer].sum())
-        return [x[first : first + counts[peer]] for x in xs]
-
-    shares = []
-    for rank, plan in enumerate(plans):
-        parts = [part(packed[peer], plans[peer].routes.sent, rank) for peer in range(cp_size) if peer != rank]
-        received = [np.concatenate(x) for x in zip(*parts, strict=True)]
-        keys = reference.to_sequence_order([[x] for x in received], plan, own=local[rank])
-        for x, wanted in zip(keys, whole, strict=True):
-            np.testing.assert_array_equal(x, wanted[plan.arrays.rows_of_keys])
-        shares.append([rng.standard_normal((plan.key_rows, 2, 4)).astype(np.float32) for _ in range(2)])
-
-    for rank, plan in enumerate(plans):
-        back = [np.zeros((plan.routes.num_sent, 2, 4), np.float32) for _ in range(2)]
-        for peer, other in enumerate(plans):
-            first, stop = (int(other.routes.received[:n].sum()) for n in (rank, rank + 1))
-            for mine, theirs in zip(part(back, plan.routes.sent, peer), shares[peer], strict=True):
-                mine[...] = theirs[other.rank_order[first:stop]]
-        results = [np.full((plan.local_rows, 4, 4), np.nan, np.float16)[:, 1:3] for _ in range(2)]
-        places, left = plan.arrays.places, [share.copy() for share in shares[rank]]
-        for result, share in zip(results, left, strict=True):  # as attn_bwd leaves them
-            result[places[places >= 0]], share[places >= 0] = share[places >= 0], np.nan
-        reference.add_partials(left, back, plan, results)
-        for i, result in enumerate(results):
-            total = np.zeros((batch.total_rows + 1, 2, 4), np.float32)  # the last is that of fillers
-            for other, share in zip(plans, shares, strict=True):
-                total[other.arrays.rows_of_keys] += share[i]
-            np.testing.assert_array_equal(result, total[plan.rows].astype(np.float16))
-
-
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("keys_of", [None, 0])
 def test_bytes_of_a_plan_are_those_of_its_arrays(cp_size, keys_of):
@@ -448,19 +372,6 @@ def test_bytes_of_a_plan_are_those_of_its_arrays(cp_size, keys_of):
         shared = {id(sharding.rows(0))} if cp_size > 1 else set()  # the sharding has them anyway
         wanted = sum(x.nbytes for i, x in arrays.items() if i not in shared)
         assert total_bytes(reference.plan_buffers(plan).values()) == wanted
-
-
-def test_whole_arrays_are_put_together_from_balanced_rows():
-    batch = PACKS["padding between and behind"]
-    whole = np.arange(3 * batch.total_rows).reshape(-1, 3)
-    sharding = Sharding(batch, 3, "balanced")
-
-    def program(comm):
-        plan = plan_of(sharding, comm.rank, (-1, 0))
-        return plan.unshard(plan.shard(whole), comm)
-
-    for again in thdattn.comm.run_local(3, program):
-        np.testing.assert_array_equal(again, whole)
 
 
 def test_a_plan_that_is_asked_for_sizes_alone_knows_them():

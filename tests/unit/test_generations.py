@@ -97,12 +97,6 @@ def test_keys_of_before_a_refresh_are_refused():
     thdattn.comm.run_local(2, program)
 
 
-def test_plans_of_lengths_on_the_host_count_nothing():
-    layer, forward = attention(thdattn.comm.init("single"))
-    plan = layer.plan(BATCH)
-    assert plan.generation is None and forward(plan)[1].generation is None
-
-
 # --- static packs ------------------------------------------------------------------------------------------------
 
 
@@ -193,15 +187,6 @@ def test_replays_of_another_micro_batch_between_forward_and_backward_are_refused
     steps.backward(steps.forward())
 
 
-def test_a_backward_after_many_forwards_alone_is_right(steps):
-    for batch in range(5):  # an evaluation, which captures the forward
-        steps.refresh(batch)
-        steps.forward()
-    for batch in range(5, 9):  # the backward is eager first, then captured
-        steps.refresh(batch)
-        steps.backward(steps.forward())
-
-
 def test_what_an_eager_forward_left_is_refused_by_a_captured_backward_of_another_batch(steps):
     for batch in range(4):
         steps.refresh(batch)
@@ -211,16 +196,6 @@ def test_what_an_eager_forward_left_is_refused_by_a_captured_backward_of_another
     steps.refresh(5)
     with pytest.raises(ValueError, match=rf"layer, backward: argument 1 {REFUSED}"):
         steps.backward(kept)
-
-
-def test_an_eager_backward_finds_what_replays_left(steps):
-    for batch in range(4):
-        steps.refresh(batch)
-        kept = steps.forward()
-        steps._backward(steps.x, kept)
-    steps.refresh(9)
-    with pytest.raises(ValueError, match=REFUSED):
-        steps._backward(steps.x, kept)
 
 
 def test_graphs_of_others_are_checked_while_they_are_captured_alone(steps):

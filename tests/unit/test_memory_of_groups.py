@@ -143,8 +143,3 @@ def test_smaller_arrays_begin_where_their_buffer_does():
     for other in (Buffer("x", (3, 2), FLOAT32), Buffer("y", (5, 4), FLOAT32), Buffer("x", (5, 4), INT32)):
         assert not np.shares_memory(workspace.array(other, (3, 2)), large)
     assert sum(x.nbytes for x in workspace.arrays()) == sum(x.nbytes for x in made)
-
-
-def test_an_array_larger_than_its_buffer_is_an_error():
-    with pytest.raises(ValueError, match="cannot reshape"):
-        Workspace(np).array(Buffer("x", (5, 4), FLOAT32), (6, 4))

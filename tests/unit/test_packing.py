@@ -41,12 +41,6 @@ def test_from_lengths_pads_every_length_to_the_multiple():
     assert batch.cu_seqlens.dtype == batch.cu_seqlens_padded.dtype == np.int32
 
 
-def test_without_padded_offsets_there_is_no_padding():
-    batch = PackedBatch(int32(0, 2, 5))
-    assert batch.cu_seqlens_padded.tolist() == [0, 2, 5]
-    assert batch.total_rows == 5
-
-
 @pytest.mark.parametrize(
     ("cu_seqlens", "lengths"),
     [
@@ -69,25 +63,6 @@ def test_a_sequence_may_be_all_padding():
     batch = PackedBatch(int32(0, 0, 1), int32(0, 4, 8))
     rows = batch.pack([np.zeros(0), np.array([9.0])], fill=5)
     assert rows.tolist() == [5, 5, 5, 5, 9, 5, 5, 5]
-
-
-def test_all_sequences_empty_pack_to_no_rows():
-    batch = PackedBatch.from_lengths([0, 0], multiple=8)
-    rows = batch.pack([np.zeros((0, 3), np.float16)] * 2)
-    assert rows.shape == (0, 3)
-    assert rows.dtype == np.float16
-    assert [piece.shape for piece in batch.unpack(rows)] == [(0, 3), (0, 3)]
-
-
-def test_rows_past_the_last_sequence_are_capacity():
-    batch = PackedBatch(int32(0, 1), int32(0, 2), total_rows=5)
-    assert batch.total_rows == 5
-    assert batch.pack([np.array([7])], fill=-1).tolist() == [7, -1, -1, -1, -1]
-
-
-def test_a_list_of_ints_becomes_int32():
-    batch = PackedBatch([0, 3], (0, 4))
-    assert batch.cu_seqlens.dtype == batch.cu_seqlens_padded.dtype == np.int32
 
 
 def test_offsets_cannot_change_after_their_check():
@@ -151,15 +126,6 @@ def test_unpack_undoes_pack_and_the_rest_is_fill(lengths, multiple, capacity):
     for piece, array in zip(batch.unpack(rows), arrays, strict=True):
         np.testing.assert_array_equal(piece, array)
     assert (rows[:, 0] == -1).sum() == batch.total_rows - sum(lengths)
-
-
-def test_a_hundred_thousand_sequences_build_and_unpack():
-    lengths = np.arange(100_000, dtype=np.int32) % 7
-    batch = PackedBatch.from_lengths(lengths, multiple=8)
-    np.testing.assert_array_equal(batch.lengths, lengths)
-    pieces = batch.unpack(np.arange(batch.total_rows))
-    assert len(pieces) == 100_000
-    assert pieces[99_999].tolist() == list(range(batch.total_rows - 8, batch.total_rows - 8 + 99_999 % 7))
 
 
 def test_rows_of_runs_worked_by_hand():

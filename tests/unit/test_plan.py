@@ -6,18 +6,16 @@ import itertools
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import BIG, LONG, SMALL, Case, to_host, token_rows
+from cases import BIG, LONG, SMALL, Case, to_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thdattn
 from thdattn.kernels.configs import TILES
 from thdattn.plan.ranges import host_arrays
-from thdattn.plan.workspace import FLOAT32, INT32, Buffer
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
 
@@ -195,27 +193,6 @@ def test_big_packs_are_planned_in_well_under_a_second_a_rank(case, sharding):
     assert np.sort(plan.key_tiles).tolist() == [list(range(key_tiles))] * 2
 
 
-def test_plan_of_a_comm_has_the_arrays_and_sizes_of_its_rank():
-    batch = thdattn.PackedBatch.from_lengths([7, 3], 4)
-
-    def program(comm):
-        return thdattn.CPAttention(comm, 2, 8, window=(5, 0), engine="reference").plan(batch)
-
-    for cp_rank, plan in enumerate(thdattn.comm.run_local(2, program)):
-        assert (plan.cp_rank, plan.cp_size, plan.local_rows, plan.key_rows) == (cp_rank, 2, 6, 12)
-        assert plan.batch is batch and plan.window == (5, 0)
-        wanted = brute_force(batch, 2, cp_rank, "dual_chunk", (5, 0))
-        assert plan.rows.tolist() == wanted.rows and plan.positions.tolist() == wanted.positions
-        assert plan.key_ranges.tolist() == wanted.key_ranges and plan.query_ranges.tolist() == wanted.query_ranges
-
-
-@pytest.mark.parametrize("lengths", [(7, 3), (1,), (0, 5, 0)], ids=str)
-def test_one_rank_takes_any_lengths_in_order(lengths):
-    batch = thdattn.PackedBatch.from_lengths(lengths)
-    plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(batch)
-    assert plan.sharding.strategy == "dual_chunk" and plan.rows.tolist() == list(range(batch.total_rows))
-
-
 # --- lengths on a GPU, told from the host ---------------------------------------------------------------------------
 
 
@@ -279,115 +256,6 @@ def test_over_several_ranks_only_the_next_plan_raises_for_wrong_lengths(mixer):
     thdattn.comm.run_local(2, program)
 
 
-class OnGpu:
-    """What is asked of an array on a GPU."""
-
-    def __init__(self, *values):
-        self.values = np.array(values, np.int32)
-
-    def get(self):
-        return self.values
-
-
-@pytest.mark.parametrize(("offsets", "keys", "cp_size", "message"), [
-    (([0, 7, 10], [0, 7, 10]), None, 2, r"sequence 0 has padded length 7, wanted a multiple of 2\*cp_size = 4 .* to 8"),
-    (([0, 6, 8], [0, 4, 12]), None, 1, r"sequence 0 has 6 tokens but cu_seqlens_padded leaves it 4 rows.* pad it to 6"),
-    (([0, 8, 4], [0, 8, 4]), None, 1, r"cu_seqlens decreases from 8 at index 1 to 4 at index 2; .*pass the cumulative"),
-    (([2, 8, 9], [0, 8, 9]), None, 1, r"cu_seqlens\[0\] is 2, wanted 0; put a 0 in front"),
-    (([0, 8, 13], [0, 8, 13]), None, 1, r"total_rows is 12 but cu_seqlens_padded ends at 13; wanted at least that"),
-    (([0, 8, 12], [0, 8, 12]), ([0, 9, 5], [0, 9, 9]), 1, r"cu_seqlens decreases from 9 at index 1 to 5 at index 2"),
-    (([0, 8, 12], [0, 8, 12]), None, 1, r"wrong when they were planned, and have changed since; .*make a plan from"),
-])  # fmt: skip
-def test_wrong_lengths_are_named_as_on_the_host(offsets, keys, cp_size, message):
-    pytest.importorskip("cupy")
-    from thdattn.engines.cuda.plan import DeviceLengths
-
-    batch = SimpleNamespace(total_rows=12)
-    lengths = object.__new__(DeviceLengths)
-    lengths.sharding = SimpleNamespace(batch=batch, cp_size=cp_size, strategy="dual_chunk")
-    lengths.key_batch = batch
-    lengths._offsets = [OnGpu(*x) for x in (*offsets, *(keys or offsets))]
-    lengths._notice, lengths.wrong = SimpleNamespace(says_wrong=lambda: False), OnGpu(1)
-    lengths.check(wait=False)
-    with pytest.raises(ValueError, match=message) as caught:
-        lengths.check(wait=True)
-    assert "lengths on the GPU were" in str(caught.value) and "results of the plan are NaN" in str(caught.value)
-    lengths.wrong = OnGpu(0)
-    lengths.check(wait=True)
-
-
-class Stream:
-    """A stream of CUDA that writes down what it waits for."""
-
-    def __init__(self, ptr, log, capturing=False):
-        self.ptr, self.log, self.capturing = ptr, log, capturing
-
-    def is_capturing(self):
-        return self.capturing
-
-    def record(self):
-        return f"event of {self.ptr}"
-
-    def wait_event(self, event):
-        self.log.append(f"{self.ptr} waits for {event}")
-
-
-def test_work_on_another_stream_comes_after_the_making_and_before_what_takes_the_memory(monkeypatch):
-    pytest.importorskip("cupy")
-    from thdattn.engines.cuda import plan as on_gpu
-
-    log = []
-    current = made_on = Stream(1, log)
-    fake = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: current))
-    monkeypatch.setattr(on_gpu, "cupy", fake)
-    plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
-    plan.enter()  # of NumPy: nothing to be ordered
-    engine = SimpleNamespace(enter=on_gpu.enter, capture=lambda: None)
-    made = replace(plan, arrays=replace(plan.arrays, stream=made_on), engine=engine)
-    made.enter()
-    current = Stream(3, log, capturing=True)
-    made.enter()
-    assert not log, "the stream that it was made on needs no order, and a capture can have none"
-    for _ in range(2):
-        current = Stream(2, log)
-        made.enter()
-    assert log == ["2 waits for event of 1"]
-    del made
-    assert log == ["2 waits for event of 1", "1 waits for event of 2"]
-
-
-@pytest.mark.parametrize("call", ["refresh", "check"])
-def test_what_is_asked_of_lengths_on_another_stream_comes_after_the_making(monkeypatch, call):
-    pytest.importorskip("cupy")
-    from thdattn.engines.cuda import plan as on_gpu
-
-    log = []
-    current = Stream(2, log)
-    monkeypatch.setattr(on_gpu, "cupy", SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: current)))
-    plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
-    lengths = SimpleNamespace(made_in=None, make_again=lambda: log.append("refresh"), follow=lambda: log.append("late"),
-                              check=lambda wait: log.append("check"))
-    engine = SimpleNamespace(enter=on_gpu.enter, capture=lambda: None, plan_backward=lambda plan: None)
-    made = replace(plan, arrays=replace(plan.arrays, lengths=lengths, stream=Stream(1, log)), engine=engine)
-    if call == "check":
-        made.check(wait=False)
-        assert log == ["check"], "the host's memory is read, which costs nothing"
-        log.clear()
-    getattr(made, call)()
-    assert log == ["2 waits for event of 1", call]
-
-
-def test_work_buffers_are_made_once_per_declaration():
-    plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
-    buffer = plan.workspace.array(Buffer("x", (3, 2), FLOAT32))
-    assert buffer.shape == (3, 2) and buffer.dtype == np.float32
-    assert plan.workspace.array(Buffer("x", (3, 2), np.dtype(np.float32))) is buffer
-    for other in (Buffer("y", (3, 2), FLOAT32), Buffer("x", (2, 3), FLOAT32), Buffer("x", (3, 2), INT32),
-                  Buffer("x", (3, 2), FLOAT32, "part")):  # fmt: skip
-        other = plan.workspace.array(other)
-        assert other is not buffer and not np.shares_memory(other, buffer)
-
-
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_plan_knows_whether_some_row_sees_or_is_seen_by_nothing(case):
     for cp_size in case.cp_sizes:
@@ -417,23 +285,6 @@ def test_tokens_before_all_padding_are_counted(strategy, cp_size):
         for rank in range(cp_size):
             tokens = (sharding.rows(rank) >= 0) & (sharding.rows(rank) < ends[-1])
             assert tokens.tolist() == [row < sharding.leading_tokens(rank) for row in range(len(tokens))]
-
-
-@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
-@pytest.mark.parametrize("cp_size", [1, 2, 3])
-def test_tokens_behind_padding_are_not_counted_as_leading(strategy, cp_size):
-    lengths, padded = (2 * cp_size * np.array(x) for x in ((1, 8, 3, 40, 2), (3, 10, 3, 41, 9)))
-    case = Case("gaps", tuple(lengths.tolist()), tuple(padded.tolist()))
-    batch = case.batch(cp_size)
-    sharding = thdattn.Sharding(batch, cp_size, strategy)
-    is_token = np.isin(np.arange(batch.total_rows), token_rows(batch))
-    found = []
-    for rank in range(cp_size):
-        rows, leading = sharding.rows(rank), sharding.leading_tokens(rank)
-        tokens = (rows >= 0) & is_token[rows]
-        assert leading is None or tokens.tolist() == [row < leading for row in range(len(rows))]
-        found.append(leading)
-    assert None in found
 
 
 def padded_results(engine, attention, plan):

@@ -29,12 +29,6 @@ def commands() -> list[str]:
     return sorted({" ".join(line.split("#")[0].split()) for line in [*lines, *inline]} - {""})
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_lines_have_120_columns(page):
-    written = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", PAGES[page], flags=re.DOTALL)
-    assert [line for line in written.splitlines() if len(line) > 120 and not line.startswith("|")] == []
-
-
 @pytest.mark.parametrize("block", [
     pytest.param(block, id=f"{page}-{number}") for page in PAGES if page != "docs/coming_from.md"  # test_coming_from.py
     for number, block in enumerate(blocks(page, "python")) if "torch.distributed" not in block

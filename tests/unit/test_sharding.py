@@ -37,11 +37,6 @@ def test_two_ranks_two_padded_sequences_worked_by_hand():
     assert all_rows(sharding) == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
 
-def test_two_ranks_two_equal_sequences_as_transformer_engine():
-    sharding = Sharding(PackedBatch([0, 8, 16]), cp_size=2)
-    assert all_rows(sharding) == [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]
-
-
 def test_four_ranks_four_sequences_as_transformer_engine():
     cu_seqlens = np.array([0, 8, 16, 24, 40], np.int32)
     sharding = Sharding(PackedBatch(cu_seqlens), cp_size=4)
@@ -54,80 +49,10 @@ def test_four_ranks_four_sequences_as_transformer_engine():
     ]
 
 
-def test_tokens_padded_and_split_as_transformer_engine():
-    batch = PackedBatch.from_lengths([2, 3], multiple=4)
-    tokens = batch.pack([np.array([1, 1]), np.array([2, 2, 2])])
-    assert tokens.tolist() == [1, 1, 0, 0, 2, 2, 2, 0]
-    assert Sharding(batch, cp_size=2).shard(tokens, 0).tolist() == [1, 0, 2, 0]
-
-
-def test_repeated_offsets_change_nothing():
-    plain = Sharding(PackedBatch([0, 16, 40]), cp_size=4)
-    for cu_seqlens in ([0, 16, 40, 40, 40], [0, 0, 16, 16, 40], [0, 0, 0, 16, 40]):
-        assert all_rows(Sharding(PackedBatch(cu_seqlens), cp_size=4)) == all_rows(plain)
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 7, 8, 9, 698])
-def test_where_each_row_of_one_sequence_goes(length):
-    # The inverse, row by row: chunk c lies on rank c in the first half, on rank 2*cp_size-1-c in the second.
-    cp_size = 4
-    batch = PackedBatch.from_lengths([8, length, 8], multiple=2 * cp_size)
-    begin, end = batch.cu_seqlens_padded[1:3].tolist()
-    expected = [[] for _ in range(cp_size)]
-    for row in range(begin, end):
-        chunk = (row - begin) // ((end - begin) // (2 * cp_size))
-        expected[min(chunk, 2 * cp_size - 1 - chunk)].append(row)
-    sharding = Sharding(batch, cp_size)
-    owned = [[row for row in sharding.rows(rank).tolist() if begin <= row < end] for rank in range(cp_size)]
-    assert owned == expected
-
-
-@settings(deadline=None)
-@given(chunks=st.lists(st.integers(0, 6), max_size=6), cp_size=CP_SIZES)
-def test_dual_chunk_gives_every_rank_the_same_causal_work(chunks, cp_size):
-    lengths = np.array(chunks, np.int64) * 2 * cp_size
-    batch = PackedBatch.from_lengths(lengths)
-    sharding = Sharding(batch, cp_size)
-    visible_keys = np.concatenate([np.arange(1, length + 1) for length in lengths] or [np.zeros(0, np.int64)])
-    work = {int(visible_keys[sharding.rows(cp_rank)].sum()) for cp_rank in range(cp_size)}
-    assert work == {int(visible_keys.sum()) // cp_size}
-
-
-def test_capacity_past_the_sequences_is_shared_out_in_slices():
-    sharding = Sharding(PackedBatch([0, 3], [0, 4], total_rows=9), cp_size=2)
-    assert sharding.local_rows == 5
-    assert all_rows(sharding) == [[0, 3, 4, 5, 6], [1, 2, 7, 8, -1]]
-
-
 # --- contiguous -----------------------------------------------------------------------------------
 
 
-def test_contiguous_cuts_the_buffer_without_regard_to_sequences():
-    sharding = Sharding(PackedBatch([0, 3, 7, 10]), cp_size=4, strategy="contiguous")
-    assert sharding.local_rows == 3
-    assert all_rows(sharding) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, -1, -1]]
-
-
-def test_contiguous_with_fewer_tokens_than_ranks_leaves_ranks_empty():
-    sharding = Sharding(PackedBatch([0, 1, 3]), cp_size=8, strategy="contiguous")
-    assert all_rows(sharding) == [[0], [1], [2], [-1], [-1], [-1], [-1], [-1]]
-
-
-def test_contiguous_owns_the_capacity_too():
-    sharding = Sharding(PackedBatch([0, 3], total_rows=6), cp_size=2, strategy="contiguous")
-    assert all_rows(sharding) == [[0, 1, 2], [3, 4, 5]]
-
-
 # --- all ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
-@pytest.mark.parametrize("cu_seqlens", [[0], [0, 0], [0, 0, 0, 0]])
-def test_no_tokens_at_all_is_legal(strategy, cu_seqlens):
-    sharding = Sharding(PackedBatch(cu_seqlens), 4, strategy)
-    assert sharding.local_rows == 0
-    assert all_rows(sharding) == [[], [], [], []]
-    assert sharding.unshard([np.zeros((0, 2))] * 4).shape == (0, 2)
 
 
 @settings(deadline=None)
@@ -216,10 +141,6 @@ def test_rows_that_a_rank_has_find_their_sharding(strategy, cp_size):
         found = Sharding.with_rows(batch, cp_size, rank, rows)
         assert found.rows(rank).tolist() == rows.tolist()
         assert Sharding.with_rows(batch, cp_size, rank, rows[rows >= 0]).strategy == found.strategy == strategy
-
-
-def test_contiguous_has_no_divisibility_rule():
-    assert Sharding(PackedBatch([0, 8, 18, 27]), 2, "contiguous").local_rows == 14
 
 
 # --- errors: name, found, wanted, remedy ----------------------------------------------------------

@@ -221,11 +221,6 @@ def test_a_clock_that_fails_on_one_rank_raises_on_all():
     thdattn.comm.run_local(2, program)
 
 
-def test_what_is_no_comm_is_refused():
-    with pytest.raises(TypeError, match="comm is None"), timeline.record(None):
-        pass
-
-
 # --- the picture ------------------------------------------------------------------------------------------------
 
 
@@ -248,19 +243,6 @@ def test_the_picture_names_ranks_and_wide_bars(tmp_path, monkeypatch):
     assert "compute_of_1" not in text and "more" not in text
     for colour in picture.PALE.values():
         assert text.count(f"fill: {colour}") == 2, "of the legend, and of the hidden part"
-
-
-@pytest.mark.parametrize("name", ["step.png", "step.pdf"])
-@pytest.mark.parametrize("rows", [[], [(rank, "compute", 0, 1) for rank in range(20)]], ids=len)
-def test_any_timeline_is_drawn(tmp_path, name, rows):
-    pytest.importorskip("matplotlib")
-    def program(comm):
-        found = Timeline(comm)
-        found.rows = [Row(rank, lane, "name", *times) for rank, lane, *times in rows]
-        found.save(str(tmp_path / name))
-
-    thdattn.comm.run_local(20, program)
-    assert (tmp_path / name).stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", ["nowhere/step.svg", "step.abc"])
