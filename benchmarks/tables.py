@@ -494,7 +494,7 @@ def decode(rows: Sequence[Row]) -> list[str]:
     return described([
         ("Bytes per second that the language model writes, all texts together, each behind 2,000 bytes.",
          table(["model", "texts", *ways.values()], models)),
-        ("One kernel for a new row, and a plain copy of as many bytes as it reads.",
+        ("One kernel for a new row, the same on all GPUs, and a plain copy of as many bytes as it reads.",
          table(["kernel", "texts", "bytes of each", "µs", "GB/s", "GB/s of a copy"], kernels)),
     ])  # fmt: skip
 
