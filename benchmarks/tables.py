@@ -203,11 +203,12 @@ def logits_over(times: Times, plain: str, said: str) -> list[tuple[str, str]]:
     """Return two tables of a plain peer and the same kernels with sinks and softcaps; `said` describes the first."""
     names = {kind if plain == OURS else f"{plain}-{kind}": said_of for kind, said_of in LOGITS.items()}
     names = {peer: said_of for peer, said_of in names.items() if peer in times.peers}
+    cases = [case for case in times.cases if names and measured(times, case, "called", plain)]
     ratios = [[case, *(pair(map(float.__truediv__, times.both("ms", case, peer, "called"),
                                 times.both("ms", case, plain, "called"))) for peer in names)]
-              for case in times.cases if names]  # fmt: skip
+              for case in cases]  # fmt: skip
     errors = [[case, said_of, *(number(1e3 * times.value("rms", case, peer, name, ERRORS)) for name in RESULTS)]
-              for case in times.cases if names for peer, said_of in {plain: "neither", **names}.items()]  # fmt: skip
+              for case in cases for peer, said_of in {plain: "neither", **names}.items()]  # fmt: skip
     return [(said, table(["pack", *names.values()], ratios)),
             ("Relative RMS error against float64, in thousandths.", table(["pack", "", *RESULTS], errors))]
 

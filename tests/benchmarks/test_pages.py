@@ -95,9 +95,10 @@ def test_logits_are_compared_with_attention_without_sinks_and_softcap():
     assert cells(tables.logits(rows), "x") == [
         ["1.40 / 1.25"], ["neither", *["2.00"] * 4], ["softcap 5", *["2.00"] * 4]]  # fmt: skip
     names = {"ours": "portable", "low": "portable-softcap"}
-    others = [row | {"peer": names[row["peer"]]} for row in rows]
+    others = [*(row | {"peer": names[row["peer"]]} for row in rows), *(row | {"case": "y"} for row in rows)]
     assert cells(tables.logits(rows + others), "x")[3:] == [
         ["1.40 / 1.25"], ["neither", *["2.00"] * 4], ["softcap 50", *["2.00"] * 4]]  # fmt: skip
+    assert len(cells(tables.logits(rows + others), "y")) == 3, "the portable kernels were not timed on it"
 
 
 def test_groups_methods_and_shardings_are_named_where_they_are_not_usual():
