@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.arguments import as_array, check_kind, check_same, found, is_array, shown
+from thdattn.comm.slices import address
 from thdattn.engines import Engine
 from thdattn.methods.all_gather import GatheredKV
 from thdattn.methods.base import lse_dtype
@@ -90,8 +91,9 @@ def check_keys(engine: Engine, keys: GatheredKV, k: Any, v: Any, plan: Plan) -> 
                          "again, or leave it out")
     if keys.generation is not None:
         keys.generation.check("keys")
-    places = [[_place(engine.in_place(name, x)) for x in xs]
+    arrays = [[engine.in_place(name, x) for x in xs]
               for name, xs in (("k", (k, keys.k, keys.given[0])), ("v", (v, keys.v, keys.given[1])))]
+    places = [[(address(x), x.shape, x.strides) for x in xs] for xs in arrays]
     if keys.plan is not plan or any(now not in known for now, *known in places):
         raise ValueError("keys were gathered from other k and v or with another plan, wanted those of this call; "
                          "call gather with the same arrays, or leave it out")
@@ -152,8 +154,3 @@ def raise_if_told(plan: Plan) -> None:
 def _kind(x: Any) -> str:
     """Describe an array by dtype and shape, without its contents."""
     return f"{x.dtype} {tuple(x.shape)}" if is_array(x) else shown(x)
-
-
-def _place(x: Any) -> tuple[Any, ...]:
-    """Return the address, shape and strides of an array."""
-    return x.data.ptr if not isinstance(x, np.ndarray) else x.__array_interface__["data"][0], x.shape, x.strides

@@ -45,8 +45,9 @@ def settle(gather_values: GatherValues, question: str, answer: int | Fields, ref
     ballots = [_as_ballot(each) for each in gather_values(Ballot(question, _digest(fields), refusal))]
     questions = [ballot.question for ballot in ballots]
     if len(set(questions)) > 1:
-        raise ValueError(f"ranks make different calls: {_by_rank(questions)}; wanted the same calls in the same order "
-                         f"on every rank; look for what one of them leaves out")
+        calls = "; ".join(f"rank {rank}: {question}" for rank, question in enumerate(questions))
+        raise ValueError(f"ranks make different calls: {calls}; wanted the same calls in the same order on every rank; "
+                         f"look for what one of them leaves out")
     if any(ballot.refusal for ballot in ballots):
         raise ValueError("; ".join(f"rank {rank}: {each.refusal}" for rank, each in enumerate(ballots) if each.refusal))
     if len({ballot.digest for ballot in ballots}) > 1:
@@ -82,10 +83,6 @@ def _by_value(values: Sequence[Any]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(repr(value), []).append(str(rank))
     return ", ".join(f"{value} (rank{'s' * (len(of) > 1)} {', '.join(of)})" for value, of in ranks.items())
-
-
-def _by_rank(texts: Sequence[str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
 
 def _as_ballot(value: Any) -> Ballot:

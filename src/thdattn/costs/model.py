@@ -400,16 +400,14 @@ class _Clock:
         merged = layer.core.local_rows * layer.heads * layer.core.head_dims[1 - self.direction] * 4
         work = [self.compute(int(number), share) + 2 * merged / share / self.rates.memory
                 for number in tiles]  # out or dq, in float32
-        keys, sums = (self._hop(float(x.max()) / share) for x in rows)
+        rate = self.rates.link if self._is_near else self.rates.between
+        keys, sums = (self.rates.latency + float(x.max()) / share / rate for x in rows)
         if self.direction == 0:  # every step except the last overlaps the exchange of the next slice
             return sum(max(now, keys) for now in work[:-1]) + work[-1]
         # The own slice is the last one; sums follow a hop behind the keys.
         steps = [max(now, keys * (step < size - 2) + sums * (step > 0))
                  for step, now in enumerate([*work[1:], work[0]])]
         return keys + sum(steps)
-
-    def _hop(self, size: float) -> float:
-        return self.rates.latency + size / (self.rates.link if self._is_near else self.rates.between)
 
     @property
     def _is_near(self) -> bool:

@@ -33,6 +33,7 @@ TOKEN = "THDATTN_CHAOS"
 PROGRAM = "import sys; from thdattn.fuzz import chaos_ranks; chaos_ranks.main(*sys.argv[1:])"
 AT_ONCE = ("raise", "kill", "memory")  # the job ends at once; after other faults at the deadline
 ENDS_WELL = ("late", "nothing")
+MAY_GO_ON = (*ENDS_WELL, "window")
 SECONDS_TO_BEGIN, SECONDS_TO_FAIL, SECONDS_TO_END = 120.0, 240.0, 30.0  # on a busy machine
 SECONDS_TO_VANISH = 30.0
 SECONDS_TO_COMPILE = 400.0
@@ -244,7 +245,7 @@ def play(chaos: Round, engine: str, timeout: float) -> Outcome:
             wrong.append("the rank did not fail")
         fault = time.monotonic()
         # A start has a longer deadline, and a rank whose error is caught goes on.
-        limit = SECONDS_TO_END + (0 if chaos.kind in AT_ONCE else timeout) + (waits if _may_go_on(chaos) else 0)
+        limit = SECONDS_TO_END + (0 if chaos.kind in AT_ONCE else timeout) + (waits if chaos.kind in MAY_GO_ON else 0)
         if not _wait(job.ended, limit):
             wrong.append(f"it still runs {limit:.0f} s after the fault")
             print(f"{chaos.words()} still runs, its stacks are\n{job.stacks()}", flush=True)
@@ -255,10 +256,6 @@ def play(chaos: Round, engine: str, timeout: float) -> Outcome:
         job.clean_up()
     status = job.process.wait()
     return Outcome(chaos, status, seconds, len(job.said("finds a pack right")), wrong + _mistakes(chaos, job, status))
-
-
-def _may_go_on(chaos: Round) -> bool:
-    return chaos.kind in (*ENDS_WELL, "window")
 
 
 def _mistakes(chaos: Round, job: Job, status: int) -> list[str]:

@@ -169,12 +169,8 @@ def main(line: str, engine: str, timeout: str) -> None:
     with init("nccl" if engine == "cuda" else "mpi", timeout=float(timeout)) as comm:
         with init("mpi", timeout=SECONDS_TO_JUDGE) as judges:
             comm.barrier()  # a rank that is still in that start would wait for an absent one by its long deadline
-            _soak_with_fault(chaos, comm, engine, judges)
+            ranks, fault = Ranks(comm, engine), Fault(chaos, comm.rank)
+            with poisoned(engine), ranks.stream(), fault.planted(engine):
+                soak(chaos, ranks, fault, judges)
         comm.barrier()
     say("ends well")
-
-
-def _soak_with_fault(chaos: Round, comm: Comm, engine: str, judges: Comm) -> None:
-    ranks, fault = Ranks(comm, engine), Fault(chaos, comm.rank)
-    with poisoned(engine), ranks.stream(), fault.planted(engine):
-        soak(chaos, ranks, fault, judges)

@@ -71,7 +71,7 @@ def judge(case: FuzzCase, by_rank: Sequence[Results]) -> Judgement:
     if unequal:
         found.wrong.append(f"{unequal} arrays differ in bits from those of the same calls")
     rows = np.concatenate([each["rows"] for each in by_rank])
-    order, padding = _order(_rows_of(case), rows)
+    order, padding = _order(token_rows(case.tokens if case.flow in ("varlen", "decode") else case.batch), rows)
     if order is None:
         found.wrong.append("a token lies on no rank, or on several")
     elif case.flow == "mixer":
@@ -80,12 +80,6 @@ def judge(case: FuzzCase, by_rank: Sequence[Results]) -> Judgement:
         for layer, suffix in enumerate(("", " of B")[: 1 + (case.flow == "layers")]):
             _judge_layer(case, by_rank, order, padding, found, (layer, suffix))
     return found
-
-
-def _rows_of(case: FuzzCase) -> Array:
-    """Return the packed rows of the tokens."""
-    packed = case.tokens if case.flow in ("varlen", "decode") else case.batch
-    return token_rows(packed)
 
 
 def _order(tokens: Array, rows: Array) -> tuple[Array | None, Array]:

@@ -228,7 +228,7 @@ class _Swap:
             if group + 1 < self._num_groups:
                 coming = self._to_heads(group + 1, xs, lse)
             wait()
-            pairs = self._in_sequence_order(pairs)
+            pairs = self._reordered(pairs, to_rank_order=False)
             yield group, [pair.some_heads for pair in pairs]
 
     def _to_heads(self, group: int, xs: Sequence[Any], lse: Any) -> tuple[list[_Pair], Wait]:
@@ -265,7 +265,7 @@ class _Swap:
         if lse is not None:
             pairs.append(_Pair(lse[1], lse[0], self.deal(len(lse[1])), axis=0))
         is_last = group == self._num_groups - 1
-        wait = self._exchange(self._in_rank_order(pairs), group, back=True, at_once=is_last)
+        wait = self._exchange(self._reordered(pairs, to_rank_order=True), group, back=True, at_once=is_last)
 
         def finish() -> None:
             wait()
@@ -280,23 +280,17 @@ class _Swap:
         swap = _swap_of(tuple([(deal, axis, x.shape, x.itemsize) for _, x, deal, axis in pairs]), group, back)
         return self._comm.all_to_all(swap, *((heads, rows) if back else (rows, heads)), at_once)
 
-    def _in_sequence_order(self, pairs: list[_Pair]) -> list[_Pair]:
-        """Return pairs with all rows in sequence order; slices of two levels already are."""
-        if self._plan.sharding.outer is not None:
-            return pairs
-        inverse = self._plan.memoize("inverse of rank_order", lambda: _inverse(self._plan))
-        return self._moved(pairs, inverse)
+    def _reordered(self, pairs: list[_Pair], to_rank_order: bool) -> list[_Pair]:
+        """Return pairs with all rows in the other order, of which slices of two levels have both.
 
-    def _in_rank_order(self, pairs: list[_Pair]) -> list[_Pair]:
-        """Return pairs with all rows in rank order."""
-        if self._plan.sharding.outer is not None:
+        Fillers become 0, and -inf in lse, as padding has it. The kernel that moves rows takes none as narrow as lse's.
+        """
+        plan = self._plan
+        if plan.sharding.outer is not None:
             return pairs
-        return self._moved(pairs, self._plan.rank_order)
-
-    def _moved(self, pairs: list[_Pair], order: Any) -> list[_Pair]:
-        """Put row order[t] of all rows at t; a row of -1 becomes 0, and -inf in lse, as padding has it."""
-        moved = [self._engine.empty((len(order), *x.shape[1:]), x.dtype) if axis else _lse_moved(x, order)
-                 for _, x, _, axis in pairs]
+        order = plan.rank_order if to_rank_order else plan.memoize("inverse of rank_order", lambda: _inverse(plan))
+        moved = [self._engine.empty((len(order), *x.shape[1:]), x.dtype) if axis
+                 else np.where(order < 0, x.dtype.type(-np.inf), np.take(x, order, 1)) for _, x, _, axis in pairs]
         rows = [(pair.some_heads, x) for pair, x in zip(pairs, moved, strict=True) if pair.axis]
         self._engine.pack_rows([x for x, _ in rows], order, [x for _, x in rows])
         return [pair._replace(some_heads=x) for pair, x in zip(pairs, moved, strict=True)]
@@ -347,11 +341,6 @@ def _inverse(plan: Plan) -> Array:
 
 def _inverse_buffer(plan: Plan) -> Buffer:
     return Buffer("plan", (plan.batch.total_rows + 1,), INT32, "inverse")
-
-
-def _lse_moved(lse: Any, order: Any) -> Any:
-    """Put column order[t] of lse at t, -inf for -1; the kernel that moves rows takes no such narrow ones."""
-    return np.where(order < 0, lse.dtype.type(-np.inf), np.take(lse, order, 1))
 
 
 def _add_partials(x: Array, partials: Array) -> None:

@@ -178,7 +178,7 @@ class _Turns:
         Raises:
             ValueError: IN_FLIGHT gathers wait for their forward or backward.
         """
-        free = [turn for turn, last in enumerate(self.last) if _is_free(last())]
+        free = [turn for turn, last in enumerate(self.last) if (keys := last()) is None or keys.used]
         if len(self.last) - len(free) >= IN_FLIGHT:
             raise ValueError(
                 f"gather was called with {IN_FLIGHT} gathers of this plan under way, wanted fewer, as each has buffers "
@@ -186,7 +186,7 @@ class _Turns:
             )
         turn = next((turn for turn in free if captured or at_once or turn not in self._of_graphs), len(self.last))
         if turn == len(self.last):
-            self.last.append(_nobody)
+            self.last.append(lambda: None)
         if captured:
             self._of_graphs.add(turn)
         return turn
@@ -326,12 +326,3 @@ def _some_heads(heads: slice, *arrays: Array) -> Sequence[Array]:
 def _some_rows(rows: slice, x: Array) -> Array:
     """Return some rows of an array, or the array itself if these are all."""
     return x if rows.stop - rows.start == len(x) else x[rows]
-
-
-def _nobody() -> None:
-    """Return no keys."""
-
-
-def _is_free(keys: GatheredKV | None) -> bool:
-    """Return whether the buffers of a gather may be written again, behind what has been enqueued so far."""
-    return keys is None or keys.used

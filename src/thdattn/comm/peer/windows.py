@@ -202,7 +202,7 @@ class Window:
             if rank != self._rank:
                 cupy.cuda.runtime.ipcCloseMemHandle(at)
         self._at = []
-        self.free = self.publish = self.arrive = self.take = self.meet = self.unfree = _nothing
+        self.free = self.publish = self.arrive = self.take = self.meet = self.unfree = lambda stream: None
 
     def release(self) -> None:
         """Free this rank's memory, when all ranks have unmapped it."""
@@ -233,10 +233,6 @@ class MemOps:
         status = self._enqueue(stream.ptr, *self._args)
         if status:
             raise RuntimeError(f"cuStreamBatchMemOp returned {status}; use comm.init(transport='nccl')")
-
-
-def _nothing(stream: Any) -> None:
-    """Enqueue nothing."""
 
 
 def header_bytes(size: int) -> int:
