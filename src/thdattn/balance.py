@@ -64,8 +64,8 @@ def within_rank(rank: Ints, sizes: Ints) -> Ints:
 def balanced_runs(batch: PackedBatch, cp_size: int) -> Runs:
     """Return the runs of all ranks, cached per batch.
 
-    place_fold places tokens, and place_trees those of prefix trees. Padding then fills every rank up to
-    ceil(total_rows / cp_size) rows, in ascending order, rank after rank, so that it never takes the place of tokens.
+    place_fold places tokens, and place_trees those of prefix trees. Padding then fills every rank up to ceil(total_rows
+    / cp_size) rows, in ascending order, rank after rank. So it never takes the place of tokens.
     """
     return once(batch, cp_size, lambda: _runs(batch, cp_size))
 
@@ -88,8 +88,8 @@ def _runs(batch: PackedBatch, cp_size: int) -> Runs:
 def place_fold(lengths: Ints, cp_size: int) -> Ints:
     """Assign the positions of all sequences to ranks.
 
-    Several attempts are compared. Among those that keep the busiest rank within MOST of the mean work, the result is
-    the one with the lowest cost of work and exchanged keys. More than MANY ranks take the layers of stretch alone.
+    Several attempts are compared. Some keep the busiest rank within MOST of the mean work. The one of these with the
+    lowest cost of work and exchanged keys is the result. More than MANY ranks take the layers of stretch alone.
 
     Args:
         lengths: (num_seqs,) tokens of every sequence.

@@ -5,18 +5,18 @@ A key at position j is visible to a query at position p of the same document iff
 
     (left < 0 or j >= p - left)  and  (j <= p if causal else (right < 0 or j <= p + right))
 
-Where a document has another number of keys than of queries, its last query stands at its last key, as in flash-attn:
-query i of n at position p = i + number of keys - n. A query that sees no key gives out 0 and lse -inf.
+Where a document has another number of keys than of queries, its last query stands at its last key, as in flash-attn.
+Query i of n is then at position p = i + number of keys - n. A query that sees no key gives out 0 and lse -inf.
 
-In a prefix tree a key is visible to a query iff its node is an ancestor of the query's node, or it is in the same node
-and not later. This follows from the parents of nodes alone, not from ranges of rows.
+In a prefix tree a key is visible to a query iff its node is an ancestor of the query's node, or the same node and not
+later. This follows from the parents of nodes alone, not from ranges of rows.
 
 A logit is scale * q.k or, with a softcap, cap * tanh(scale * q.k / cap). A sink is one more logit of every row of a
 head, without a value: it takes part in the sum, and so in lse, where the row sees a key.
 
-`attention` in float64 is the truth. Two baselines say how far from it an implementation may be: plain attention,
-which rounds every matrix to 16 bits, and fused attention, which rounds only what a tensor core has to read.
-`truth` makes all three, and its `judge` holds a result against them.
+`attention` in float64 is the truth. Two baselines say how far from it an implementation may be. Plain attention rounds
+every matrix to 16 bits; fused attention rounds only what a tensor core has to read. `truth` makes all three, and its
+`judge` holds a result against them.
 
 Source: the rule on the largest error is that of the tests of FlashAttention, github.com/Dao-AILab/flash-attention:
 at most twice that of plain attention in the same dtype. Where one value is rounded twice hides in it, so the RMS error
@@ -248,19 +248,18 @@ def truth(
 def judge(actual: Array, exact: Array, plain: Array, fused: Array | None = None) -> Verdict:
     """Hold a result against the oracle and the baselines.
 
-    The largest error may be 2 max|plain - exact|, plus what nobody can avoid, even where plain attention happens to
-    be exact: half a unit in the last place of the largest value, as the result has to be stored, plus 4 width eps of
-    the accumulator. Where dP - delta is 0 in exact arithmetic, as for a row that sees one key, two sums of width terms
-    of order one cancel, and leave their rounding.
+    The largest error may be 2 max|plain - exact|, plus what nobody can avoid, even where plain attention happens to be
+    exact. The result has to be stored, which costs half a unit in the last place of the largest value. And 4 width eps
+    of the accumulator are added, for rows that see one key. There dP - delta is 0 in exact arithmetic: two sums of
+    width terms of order one cancel, and leave their rounding.
 
     The RMS error may be (1.05 + s) rms(fused - exact), added in quadrature to sqrt(width) eps of the accumulator, the
     RMS of that same cancellation. An implementation that rounds what fused attention rounds differs from it where a sum
-    in another order rounds to the neighbour. If the two shared no rounding at all, and rows were independent, the
-    quotient of their RMS errors would be 1 with the standard deviation s = sqrt(sum E^2 / 2) / sum E, where E is the
-    sum of the squares of fused - exact in one row of one head. It falls with the square root of the number of rows
-    that matter: 0.02 for 600 rows of 8 heads, 0.3 for a handful. (Measured, the quotient is within 1.01 even then,
-    and the error of a backward that weighs dP with a rounded P is 1.2 times that of fused attention.)
-    Without fused, for arithmetic that rounds nothing but its sums, the RMS error may be twice that of plain attention.
+    in another order rounds to the neighbour. Suppose that the two shared no rounding at all, and that rows were
+    independent. The quotient of their RMS errors would be 1 with the standard deviation s = sqrt(sum E^2 / 2) / sum E.
+    E is the sum of the squares of fused - exact in one row of one head. s falls with the square root of the number of
+    rows that matter. Without fused, for arithmetic that rounds nothing but its sums, the RMS error may be twice that of
+    plain attention.
 
     Args:
         actual: the result in the dtype in which it was stored; infinities must stand where the oracle's do.
@@ -304,7 +303,7 @@ class _Arithmetic(NamedTuple):
 
     @classmethod
     def of(cls, rounding: DTypeLike | None, fused: bool) -> _Arithmetic:
-        """As `attention` is asked for it."""
+        """Return the arithmetic that `attention` is asked for."""
 
         def stored(x: Array) -> Array:
             return x.astype(np.float64) if rounding is None else x.astype(rounding).astype(np.float32)

@@ -125,8 +125,8 @@ class PackedBatch:
     def from_trees(cls, lengths: ArrayLike, parents: ArrayLike, multiple: int = 1) -> PackedBatch:
         """Make a batch of prefix trees, whose shared prefixes are stored and computed once.
 
-        A token sees the earlier tokens of its node and all tokens of the node's ancestors. Each tree is a sequence
-        of the batch; a plain document is a tree of one node. pack and unpack take and return one array per node.
+        A token sees the earlier tokens of its node and all tokens of the node's ancestors. Each tree is a sequence of
+        the batch; a plain document is a tree of one node. pack and unpack take and return one array per node.
 
         Args:
             lengths: (num_nodes,) integers >= 0, tokens of every node. Nodes are depth first: a node, then the whole

@@ -17,7 +17,7 @@ again. Another number of rows compiles once, for any number, as dynamic shapes d
 * All ranks compile the same function, as collective calls come in the order of its graph.
 * An error that is found while torch traces has torch's type, and the message in its text.
 
-NOTE: results on a GPU lie in CuPy's memory, of which Tensor.record_stream knows nothing: whoever uses one on another
+NOTE: results on a GPU lie in CuPy's memory, of which Tensor.record_stream knows nothing. Whoever uses one on another
 stream keeps it until that stream is done.
 """
 
@@ -96,7 +96,7 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Compute thdattn.varlen_attention with gradients: see there for the arguments, as of flash_attn_varlen_func.
 
-    Lengths on the host (a tensor on the CPU, or a NumPy array) are planned once and cost less than those on the GPU,
+    Lengths on the host (a tensor on the CPU, or a NumPy array) are planned once. They cost less than those on the GPU,
     which are planned anew at each call.
 
     Returns:
@@ -435,7 +435,7 @@ def on_torch_stream(device: torch.device) -> Iterator[None]:
     """Make torch's current stream and device CuPy's too, on which thdattn runs; do nothing for the CPU.
 
     Without it the libraries share a stream only as long as both stay on the default one, in one thread: autograd has
-    threads of its own, and what is current is so per thread. On two streams each library could hand out memory again
+    threads of its own, and each has its own current stream. On two streams each library could hand out memory again
     that the other still reads.
     """
     if device.type != "cuda":

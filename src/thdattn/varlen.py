@@ -47,11 +47,11 @@ def varlen_attention(
     """Compute attention of every sequence of a pack to its own keys, on this rank alone.
 
     Arguments have the names and the order of flash_attn_varlen_func, so that a call of it needs no change. With as many
-    keys as queries, causal means what it always does; else the last query of a sequence stands at its last key, and
-    the others before it. A query that sees no key has output 0.
+    keys as queries, causal means what it always does. Else the last query of a sequence stands at its last key, and the
+    others before it. A query that sees no key has output 0.
 
     Lengths on the host are planned once: the last MAX_PLANS plans are kept, by their content, for each thread and
-    stream. Lengths on a GPU are planned anew at each call, as reading them would make the host wait: wrong ones make
+    stream. Lengths on a GPU are planned anew at each call, as reading them would make the host wait. Wrong ones make
     the results NaN, and a later call raise.
 
     Args:

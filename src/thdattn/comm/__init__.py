@@ -17,17 +17,17 @@ with thdattn.comm.init() as comm:
     ...
 ```
 
-and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a job waits for ever: where one fails,
-hangs, ends or makes other calls than the others, all ranks end, with a message that names it. docs/failures.md says
-when.
+and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a job waits for ever. Where one rank
+fails, hangs, ends or makes other calls than the others, all ranks end, with a message that names it. docs/failures.md
+says when.
 
-Groups: `comm.split(color)` makes comms of some of the ranks each, say one per row and one per column of a grid, and
-    `comm.init(world=...)` takes any communicator of mpi4py. Ranks of one comm make the same calls on it in the same
-    order. Groups that share no rank need no order between them. Where they share ranks, each rank may mix the calls of
-    its comms, provided that all calls of all ranks fit one sequence that keeps every rank's own order. A program in
-    which all ranks do "first the row, then the column" has one. If rank 0 is first in its row, rank 1 of that row first
-    in its column, and so on round the grid, each waits for the next. GPU ranks use one stream for the comms that they
-    share, or order the streams by events in the same way on all ranks. Closing a comm closes its groups.
+`comm.split(color)` makes groups: comms of some of the ranks each, say one per row and one per column of a grid.
+`comm.init(world=...)` takes any communicator of mpi4py. Ranks of one comm make the same calls on it in the same order.
+Groups that share no rank need no order between them. Where they share ranks, all calls of all ranks must fit one
+sequence that keeps every rank's own order. A program in which all ranks do "first the row, then the column" has one.
+Calls may also wait in a circle: rank 0 is first in its row, rank 1 of that row is first in its column, and so on round
+the grid. GPU ranks use one stream for the comms that they share, or order the streams by events in the same way on all
+ranks. Closing a comm closes its groups.
 
 Importing this package needs neither MPI nor a GPU: mpi4py, CuPy and PyTorch are loaded when a backend is made.
 """

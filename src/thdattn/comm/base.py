@@ -187,8 +187,8 @@ class Comm(ArgumentChecks, CollectivesInTurn):
     def checked(self, name: str, describe: Callable[[Any], Fields], subject: Any) -> AbstractContextManager[object]:
         """Return a block in which all ranks check their arguments of a call; see `check` of thdattn.comm.init.
 
-        With `checks`, ranks agree at its end on the fields of describe(subject), and an error that the block raises on
-        one rank is raised on all. Without, the block costs nothing, and each rank raises alone.
+        With `checks`, ranks agree at its end on the fields of describe(subject). An error that the block raises on one
+        rank is then raised on all. Without, the block costs nothing, and each rank raises alone.
         """
         return self._agreeing(name, describe, subject) if self.checks else _UNWATCHED
 

@@ -34,7 +34,7 @@ def find() -> Launcher | None:
     """Find from the environment what started this process as one of several; None: nothing did.
 
     torchrun comes first: its processes inherit the variables of an mpiexec or srun that started torchrun itself. It
-        does not if both name the same size, which is one process of torchrun below each rank.
+    does not if both name the same size, which is one process of torchrun below each rank.
     """
     mpi, torch = _mpi(), _torchrun()
     if torch and "TORCHELASTIC_RUN_ID" in os.environ and (mpi is None or 1 < torch.size != mpi.size):
@@ -64,9 +64,8 @@ def mpiexec() -> list[str] | None:
     """Return the command that starts ranks of this Python, with the flags that it needs here; None: there is none.
 
     The launcher beside this Python comes first: one that does not fit the MPI library starts programs of one rank each.
-        Open MPI refuses root and more ranks than cores unless told otherwise. It also binds each of two ranks to one
-        core,
-    which its threads would share: those that prepare batches, keep deadlines or belong to NCCL.
+    Open MPI refuses root and more ranks than cores unless told otherwise. It also binds each of two ranks to one core.
+    A rank's threads would share it: those that prepare batches, keep deadlines or belong to NCCL.
     """
     beside = Path(sys.executable).with_name("mpiexec")
     path = str(beside) if beside.exists() else shutil.which("mpiexec")

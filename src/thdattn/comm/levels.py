@@ -19,7 +19,7 @@ class Levels(Comm):
     """All ranks of a grid, by collectives of its rows and columns.
 
     Its rank is outer.rank * inner.size + inner.rank. Sums are made, and rounded, level by level. Closing it leaves
-    inner and outer to the caller; actions of before_close run before any of the three is closed. received_bytes counts
+    inner and outer to the caller. Actions of before_close run before any of the three is closed. received_bytes counts
     what each of them receives.
 
     Args:

@@ -204,7 +204,7 @@ def abort() -> None:
     """End all ranks, after giving the launcher time to pass on this rank's output.
 
     NOTE: MPI_Abort kills the launcher's helpers too, and output that they have not forwarded is lost. Nothing tells
-        when they have forwarded it.
+    when they have forwarded it.
     """
     from mpi4py import MPI
 

@@ -4,8 +4,8 @@ Keys, values and their gradients go through peer memory (peer/transport.py) wher
 second communicator of NCCL carries them beside kernels (side/transport.py).
 
 Such programs hang when NCCL starts: a rank that fails alone leaves the others in a call without a timeout. So every
-    rank tries each step of the start, the outcomes (ok, result or error) are exchanged over MPI, and either all ranks
-    go on or all raise.
+rank tries each step of the start. The outcomes (ok, result or error) are exchanged over MPI, and either all ranks go on
+or all raise.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NcclComm(Comm):
     NOTE: make an exchange once before it is captured. NCCL connects two ranks when they exchange for the first time.
 
     NOTE: drop captured graphs that hold a collective before close(), also on errors. Destroying the communicator first
-        leaves every rank hanging at exit (measured with NCCL 2.28).
+    leaves every rank hanging at exit.
 
     Args:
         world: the MPI communicator of its ranks, for this comm alone, which frees it in the end.

@@ -62,8 +62,8 @@ class PeerExchange(NamedTuple):
 class Arrival(NamedTuple):
     """Rows of all ranks that a gather brings.
 
-    parts: for each array, the equally long parts that make up its rows: a single part, which may lack this rank's own
-        rows; or one part for each rank, which may be in the memory of other GPUs.
+    parts: for each array, the equally long parts that make up its rows. A single part may lack this rank's own rows. Or
+        each rank has a part, which may be in the memory of another GPU.
     wait: called before the rows are read; on a GPU the current stream waits.
     done: called after the rows were read.
     peer_exchange: arguments of the next kernel, which moves the rows to their places. That kernel also sends this

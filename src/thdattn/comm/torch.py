@@ -21,8 +21,8 @@ from thdattn.comm.slices import Slices
 class TorchComm(Comm):
     """One process of a torch.distributed process group; see thdattn.comm.from_torch.
 
-    Arrays become tensors without a copy. Only gloo's reduce_scatter is an all_reduce of a copy, of which each rank
-    keeps its rows, and so moves twice the bytes. torch does the same, and refuses some versions and dtypes besides.
+    Arrays become tensors without a copy. gloo's reduce_scatter is an all_reduce of a copy, of which each rank keeps its
+    rows, and so moves twice the bytes. torch does the same, and refuses some versions and dtypes besides.
 
     On a GPU, collectives are ordered in CuPy's current stream and return at once.
 
@@ -138,7 +138,7 @@ class TorchComm(Comm):
         """Make a process group of torch for each color.
 
         NOTE: torch orders a group's ranks as in the world unless told otherwise, and older versions cannot be told. The
-            group lives as long as torch.distributed: another group of the same ranks would use its stale addresses.
+        group lives as long as torch.distributed: another group of the same ranks would use its stale addresses.
         """
         distributed = self._distributed
         everyone = self._gather_values((color, key, self.rank, distributed.get_rank()))

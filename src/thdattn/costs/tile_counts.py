@@ -50,8 +50,8 @@ def tiles_of_slices(sharding: Sharding, window: tuple[int, int]) -> Ints:
 def tiles_of_steps(sharding: Sharding, window: tuple[int, int]) -> NDArray[np.float64]:
     """Count the tiles of the busiest rank in every step of a ring, (cp_size,); step 0 is its own slice.
 
-    On more than RING ranks, a few ranks are counted at some steps, close to each other near the own slice, and
-    other steps are interpolated.
+    On more than RING ranks, a few ranks are counted at some steps, which are close to each other near the own slice.
+    Other steps are interpolated.
     """
     size = sharding.cp_size
     if size <= RING:

@@ -1,7 +1,7 @@
 """Random cases of attention and of the mixer: how they are drawn, and written as one line.
 
-A kernel's configuration, which it is compiled for, is drawn apart from the rest of a case: packs, masks, head counts,
-methods and options change from case to case, while a GPU's configurations come from a list of a dozen.
+A kernel's configuration, which it is compiled for, is drawn apart from the rest of a case. Packs, masks, head counts,
+methods and options change from case to case. A GPU's configurations come from a list of a dozen.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class FuzzCase(Line):
 
     @property
     def tokens(self) -> PackedBatch:
-        """The packed batch without padding."""
+        """Packed batch without padding."""
         if self.parents:
             return PackedBatch.from_trees(self.lengths, self.parents)
         return PackedBatch(offsets(self.lengths))
 
     @property
     def batch(self) -> PackedBatch:
-        """The packed batch, with padding and slack."""
+        """Packed batch, with padding and slack."""
         if self.parents:
             trees = PackedBatch.from_trees(self.lengths, self.parents, self.multiple)
             return trees.padded_to(trees.total_rows + self.slack)

@@ -1,7 +1,7 @@
 """Chaos rounds: jobs in which a rank raises, dies, stops, is late or gets no memory at a random point.
 
-Each round is a job of its own under mpiexec. It must end in time, with an error exactly where one is due; every result
-before that must be right; and no process, shared memory or GPU memory may be left.
+Each round is a job of its own under mpiexec. It must end in time, with an error exactly where one is due. Every result
+before that must be right. No process, shared memory or GPU memory may be left.
 """
 
 from __future__ import annotations

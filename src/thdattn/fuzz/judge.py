@@ -4,11 +4,11 @@ The rule compares with baselines that round as kernels may. Both store their res
 of the exact result rounded once. A result within this smaller bound is good, and most of the NumPy engine's are; the
 baselines are computed for the others alone.
 
-The rule allows one standard deviation of the quotient of two RMS errors, and a baseline may be right by luck: the error
-    of delta in one row decides all of dq and dk of a tiny pack. A soak draws so many small packs that both happen. So
-    an error beyond the rule is compared with the baseline's errors in neighbours: packs of the same layout whose inputs
-    differ by about one percent, so that every rounding falls anew. It is `near` up to four standard deviations beyond
-    their root mean square, and wrong beyond that. Near cases are counted: a kernel that rounds twice has many.
+The rule allows one standard deviation of the quotient of two RMS errors. A baseline may be right by luck: the error of
+delta in one row decides all of dq and dk of a tiny pack. A soak draws so many small packs that both happen. So an error
+beyond the rule is compared with the baseline's errors in neighbours. These are packs of the same layout whose inputs
+differ by about one percent, so that every rounding falls anew. The error is `near` up to four standard deviations
+beyond their root mean square, and wrong beyond that. Near cases are counted: a kernel that rounds twice has many.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Graphs:
     """CUDA graphs of one program: their stream, their memory pools, and their end.
 
     Graphs that share a pool reuse memory that an earlier graph has freed. Replay them in the order of their capture,
-    one pass through a model after the other, and read results before the next pass. A replay on another stream waits
-    for all work on the stream of the last one, as two graphs must not use one comm at the same time.
+    one pass through a model after the other, and read results before the next pass. Two graphs must not use one comm at
+    the same time. So a replay on another stream waits for all work on the stream of the last one.
 
     Args:
         comm: the ranks. Graphs end before it: comm.close() closes them first, also at the interpreter's exit.
@@ -44,8 +44,8 @@ class Graphs:
 
     Attributes:
         config: as passed.
-        active: True if anything is captured: config.impl is not "none", the engine is on a GPU, the comm's collectives
-            can be captured, and the graphs were not closed.
+        active: True if anything is captured. config.impl is then not "none", the engine is on a GPU, the comm's
+            collectives can be captured, and the graphs were not closed.
         num_overflows: steps that ran eagerly as a batch did not fit; see StaticPack.
 
     Raises:

@@ -1,7 +1,7 @@
 """Disk cache of compiled kernels, which verifies what it reads.
 
-A kernel is code that runs with the rights of the process. So the cache has the trust rule of ssh: the folder, a
-symbolic link in its place, and the files must belong to the user or to root, and neither group nor others may write to
+A kernel is code that runs with the rights of the process. So the cache has the trust rule of ssh. The folder, a
+symbolic link in its place, and the files must belong to the user or to root. Neither group nor others may write to
 them. A folder that breaks this rule is not used, and a warning says why and what to do.
 
 The members of a group can therefore read a common cache, but not fill it. Root fills it
@@ -29,8 +29,8 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 def cache_dir() -> Path:
     """Return the folder of the cache: $THDATTN_CACHE_DIR, else thdattn/ in the user's cache directory.
 
-    A user without a home (no $HOME and no passwd entry, as in a container under a foreign uid) gets a directory of his
-    own among the temporary ones.
+    A user may have no home: no $HOME and no passwd entry, as in a container under a foreign uid. He gets a directory of
+    his own among the temporary ones.
     """
     chosen = os.environ.get("THDATTN_CACHE_DIR")
     if chosen:

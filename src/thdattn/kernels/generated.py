@@ -1,8 +1,8 @@
 """Generate CUDA source: wrappers of the wgmma instruction, and checks of constants that Python repeats.
 
 The operand lists of wgmma are too long to write by hand. An accumulator of N columns is float[N / 8][4] per thread.
-Block j holds columns 8j + 2 * (lane % 4) and the next: of row lane / 4 of the warp's 16 rows (elements 0, 1), and of
-row lane / 4 + 8 (elements 2, 3).
+Block j holds columns 8j + 2 * (lane % 4) and the next. Elements 0 and 1 are of row lane / 4 of the warp's 16 rows, and
+elements 2 and 3 of row lane / 4 + 8.
 
 Source: PTX ISA 9.7.15, asynchronous warpgroup level matrix instructions.
 """

@@ -25,7 +25,7 @@ class Mamba2Saved:
     Attributes:
         zxbcdt, weights, plan: as passed, without a copy: do not write to them before backward.
         kept: y before the gate, the state in front of every segment of rows, and the halo rows that the convolution
-            read; also the results of the convolution if the mixer has keep_activations.
+            read. With keep_activations also the results of the convolution.
         made_with: the sizes of the mixer, which the mixer of the backward must share.
         generation: the Generation of the plan's lengths where these are on a GPU, else None.
     """

@@ -3,9 +3,9 @@ rows.
 
 A rank has a slice of the pack. Its first rows need the last rows of earlier ranks, which the convolution reads (the
 halo), and the state that their sequence has reached. A rank maps the state in front of its rows to `decay * state +
-own` behind them, with decay 0 if a sequence begins on the rank. So ranks exchange decay and own, one state of all
-heads, whatever the lengths are. Each rank accumulates those of the ranks before it. Gradients of states come from the
-ranks behind in the same way.
+own` behind them. decay is 0 if a sequence begins on the rank. So ranks exchange decay and own, one state of all heads,
+whatever the lengths are. Each rank accumulates those of the ranks before it. Gradients of states come from the ranks
+behind in the same way.
 
 Rows whose sequence began on this rank need no state of other ranks. Enough of them to overlap the gather of the states
 run before its first use. The gather uses the transport of the attention's keys: peer memory, where ranks have it.
@@ -185,8 +185,7 @@ def gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]:
 
 
 def _turns(engine: MixerEngine, plan: Plan, reverse: bool = False) -> tuple[slice, slice, slice]:
-    """Return three slices of segments: those that run during the gather, those that a state of other ranks may reach,
-    and all that run after it.
+    """Return slices of segments that run during the gather, that other ranks' states may reach, and that run after it.
 
     All segments run during the gather if none depends on it. Else as many run as outlast the exchange, if enough are
     left: a launch that does not fill the GPU costs more than it overlaps.

@@ -37,8 +37,8 @@ class Mamba2Mixer:
     norm="before_gate" gives out = rmsnorm(y) * norm_weight * silu(z). rmsnorm(x) = x / sqrt(mean(x**2) + norm_eps) over
     each of norm_groups groups of columns.
 
-    Ranks hold slices of the pack and exchange states, so the bytes sent do not grow with the rows, but with the forks
-    that are open at their borders. d_inner below is num_heads * head_dim. channels, the columns of x, B and C, are
+    Ranks hold slices of the pack and exchange states. So the bytes sent do not grow with the rows, but with the forks
+    that are open at their borders. Below, d_inner is num_heads * head_dim. The columns of x, B and C are the channels,
     d_inner + 2 * num_groups * state_dim.
 
     Source: Mamba-2, arXiv:2405.21060.

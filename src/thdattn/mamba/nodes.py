@@ -1,8 +1,8 @@
 """Rows of a rank in a pack whose nodes have whole segments, and what ranks need from each other for it, on the host.
 
 Ranks cut nodes of prefix trees into pieces. A piece continues another one: the piece before it of its node, or the last
-piece of an ancestor. If that is on an earlier rank, the rank has an entry in front, a segment without tokens that gets
-the state behind the other piece. The rank of the other piece has an exit, a segment without tokens behind it.
+piece of an ancestor. If that is on an earlier rank, the rank has an entry in front. It is a segment without tokens that
+gets the state behind the other piece. The rank of the other piece has an exit, a segment without tokens behind it.
 """
 
 from __future__ import annotations

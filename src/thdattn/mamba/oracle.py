@@ -274,8 +274,8 @@ def _plain(
 ) -> Result:
     """Compute the mixer as attention with decays, all pairs of rows at once, and round what kernels round.
 
-    Rounded are x, B and C after the convolution, operands of matrix products, y, dy, their gradients and the results;
-    dt, decays and sums are not. A gate reads y before rounding, a norm after it.
+    It rounds x, B and C after the convolution, operands of matrix products, y, dy, their gradients and the results. It
+    does not round dt, decays and sums. A gate reads y before rounding, a norm after it.
     """
     def stored(x: Array) -> Array:
         return x.astype(rounding).astype(zxbcdt.dtype)

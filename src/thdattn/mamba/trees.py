@@ -2,13 +2,13 @@
 
 The recurrence works at segments of rows, each with one state in front of it. So every node gets segments of its own:
 rows move to a pack whose nodes are filled up to whole segments, and results move back. A segment then continues the one
-before it on its path, and the gradient of a state is the sum over the segments that continue it. In front of a node's
+before it on its path. The gradient of a state is the sum over the segments that continue it. In front of a node's
 tokens are copies of the rows that its convolution reads, the last ones of its ancestors. The dt of fillers and copies
 is 0, so they change no state. Gradients of copies are added to those of their rows.
 
 Ranks cut nodes into pieces, see nodes.py. They send each other the rows that others copy. They fold their segments from
-states of 0, gather the states at all exits with the decays from the entries, fold these too, and so know the states at
-their entries. Gradients of states pass from entries to exits in the same way.
+states of 0, and gather the states at all exits with the decays from the entries. They fold these too, and so know the
+states at their entries. Gradients of states pass from entries to exits in the same way.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Keys and values are gathered from all ranks and moved to sequence order. Each ra
 every output row is made once and nothing has to be merged. The backward gathers again, unless the forward kept the
 keys, and sums dk and dv over ranks in float32.
 
-Both work at one group of kv heads after another: while a kernel computes with one group, the comm gathers the next and
+Both work at one group of kv heads after another. While a kernel computes with one group, the comm gathers the next and
 reduces the gradients of the last one. So it is where ranks see each other's memory, and where NCCL works beside
 kernels. There the backward kernel writes partial sums of dk and dv to the ranks that own the keys, or in their order.
 

@@ -5,7 +5,7 @@ hop a step. Each rank computes its own query rows over one slice while it receiv
 like any other, of which a query row sees one range: the plan has one plan per slice. Results of all slices are merged
 in float32 and rounded once.
 
-In the backward the final lse makes every slice exact by itself: dq adds up in float32, and the sums of dk and dv follow
+In the backward the final lse makes every slice exact by itself. dq adds up in float32, and the sums of dk and dv follow
 their slice one hop behind it. A rank's own slice comes last, so that its sums arrive meanwhile.
 
 The method stays apart from all_gather, as it accumulates out, lse and dq over slices.

@@ -80,7 +80,7 @@ class MethodSelection:
 
     @property
     def ranks(self) -> Any:
-        """The ranks that the method takes: those of both levels where heads are exchanged."""
+        """Ranks that the method takes: those of both levels where heads are exchanged."""
         if self.levels is None:
             return self.comm
         return self.levels if self.inner > 1 else self.levels.outer

@@ -18,9 +18,9 @@ Prefix trees add one condition. Key k is seen by query q if and only if
     key_begin[q] <= k < key_end[q]  and  q < query_end[k].
 
 The first half is that of a causal mask over the whole tree, whose tokens are written depth first. query_end[k] is the
-end of the subtree of k's node, so that the second half hides nodes that are no ancestors of q's node. Elsewhere the
-first half implies the second. `ends_in_sight` is this rule: it lets a token's sequence end with the token's subtree.
-Ends of ranges then do not ascend along a tree, and windows, which are distances along a path, are no ranges.
+end of the subtree of k's node. So the second half hides nodes that are no ancestors of q's node. Elsewhere the first
+half implies the second. `ends_in_sight` is this rule: it lets a token's sequence end with the token's subtree. Ends of
+ranges then do not ascend along a tree, and windows, which are distances along a path, are no ranges.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ def count_as_free(comm: Comm, plan: Plan) -> None:
 def shortage(engine: Engine, comm: Comm, memory: Memory, forward_only: bool) -> str:
     """Return why a plan's work buffers and one layer do not fit in free memory; "" if they do, or if it is unknown.
 
-    Memory that this plan takes over counts as free: existing peer windows, and buffers of earlier plans, because a
-    training loop still holds its last plan while it makes the next. Other arrays of the caller count as in use.
+    Memory that this plan takes over counts as free: existing peer windows, and buffers of earlier plans. A training
+    loop still holds its last plan while it makes the next. Other arrays of the caller count as in use.
 
     Args:
         memory: bytes of the buffers of the plan and the layer.

@@ -34,9 +34,7 @@ class PlanArrays:
     these alone.
 
     Attributes:
-        rows: (local_rows,), sequence-order row of every local row; -1 for a filler.
-        positions: (local_rows,), position of every local row in its sequence, in trees on its path from the root.
-        valid: (local_rows,) bool, True where a local row holds a token.
+        rows, positions, valid: as Plan has them.
         key_ranges: (local_rows, 2), [begin, end) rows of the key buffer, in sequence order, that a query row sees;
             (0, 0) for none and for padding. All are (-1, -1) where lengths on a GPU are wrong: out and lse become NaN.
         query_ranges: (key_rows, 2), the transpose: [begin, end) local query rows that see a key row; (0, 0) for none.
@@ -45,7 +43,7 @@ class PlanArrays:
             Gathered keys: (cp_size * local_key_rows,), rank after rank. Needed rows: (num_received + local_rows,),
             received rows, rank after rank, then own rows. None: the key buffer has the rows of one rank (keys_of).
         query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders. The first
-            order puts the longest sequences first, so that tiles with common keys or queries are near each other; few
+            order puts the longest sequences first, so that tiles with common keys or queries are near each other. Few
             sequences use the second order here too. The second order puts the longest tiles first.
         all_rows: (cp_size * local_rows,), `rows` of all ranks, rank after rank.
         rows_of_keys: (key_rows,), sequence-order row of every key buffer row, ascending, then -1 for fillers; None:
@@ -159,12 +157,12 @@ class Plan:
 
     @property
     def batch(self) -> PackedBatch:
-        """The batch of the queries."""
+        """Batch of the queries."""
         return self.sharding.batch
 
     @property
     def mask(self) -> Mask:
-        """The mask, with the tiles that the arrays are made for."""
+        """Mask, with the tiles that the arrays are made for."""
         return Mask(self.window, self.tiles)
 
     @property

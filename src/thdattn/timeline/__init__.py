@@ -78,8 +78,8 @@ class Timeline:
     def hidden(self) -> float | None:
         """Share of the communication that is hidden, from 0 to 1; None if ranks exchanged nothing.
 
-        It is the time in which a rank exchanges or sums while it computes, over the time in which it exchanges or sums,
-        each summed over ranks.
+        It is the time in which a rank exchanges or sums while it computes, over the time in which it exchanges or sums.
+        Each is summed over ranks.
         """
         computes, communicates = self.busy(COMPUTE), self.busy(EXCHANGE, SUM)
         whole = sum(map(length, communicates))
@@ -128,8 +128,8 @@ def record(comm: Comm) -> Iterator[Timeline]:
     The timeline is complete when the block has ended on all ranks, on each of them. After an error in the block it
     stays empty, as other ranks may be elsewhere. A process that is one rank records all of its threads.
 
-    Barriers at the start align the clocks of ranks, as exactly as `Timeline.error` says: about the time of a barrier,
-    and on GPUs that of waiting for an event.
+    Barriers at the start align the clocks of ranks, as exactly as `Timeline.error` says. That is about the time of a
+    barrier, and on GPUs that of waiting for an event.
 
     Args:
         comm: the ranks. Work for other comms counts too, so for groups of ranks pass the comm that they are split from.

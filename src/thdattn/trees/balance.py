@@ -1,7 +1,7 @@
 """The "balanced" sharding of prefix trees: equal rows and equal visible pairs on every rank, most trees on one rank.
 
-Trees are placed whole while ranks have rows and work for them. The others are cut into subtrees and pieces of nodes,
-which form a line with cheap rows at one end and expensive rows at the other, as in balance.py. A rank takes rows from
+Trees are placed whole while ranks have rows and work for them. The others are cut into subtrees and pieces of nodes.
+These form a line with cheap rows at one end and expensive rows at the other, as in balance.py. A rank takes rows from
 both ends and so meets its number of rows and its work.
 """
 

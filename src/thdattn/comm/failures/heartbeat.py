@@ -1,11 +1,11 @@
 """Heartbeat: a side process tells other ranks what this rank does, whether or not the rank's Python holds the GIL.
 
-Run as a program, this file is the side process. It owns a UDP socket and answers whoever knows its token: with the
-state of the rank's process, and with the operation that the rank noted last in shared memory. It ends with the rank.
-Messages have one size and are never unpickled; messages without the token are ignored.
+Run as a program, this file is the side process. It owns a UDP socket and answers whoever knows its token. An answer has
+the state of the rank's process, and the operation that the rank noted last in shared memory. The side process ends with
+the rank. Messages have one size and are never unpickled; messages without the token are ignored.
 
 The other half of the file belongs to the rank: it starts that process, notes operations and asks other ranks' side
-    processes.
+processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Watchdog: one thread per process ends the job when an operation misses its deadline.
 
-An operation that blocks the host is noted before it and removed after it. Work on a GPU is only enqueued, so the stream
+An operation that blocks the host is noted before it and removed after it. Work on a GPU is only enqueued. So the stream
 itself writes a number to the host's memory when it comes to an operation, and another one when it has left it. The
 clock runs between the two, however long the stream computes before. The thread reads memory and calls nothing of CUDA,
 where a query would break a capture in another thread.

@@ -306,7 +306,7 @@ class PeerMemory(Transport):
     def _arrive(self, window: Window, stream: Any) -> None:
         """Make the stream that pulls wait for another one, and then for the other ranks.
 
-        The second wait is watched: the host may have to wait for all streams, as where it loads a kernel, before it
+        The second wait is watched. The host may have to wait for all streams, as where it loads a kernel, before it
         makes a watched stream wait for the pulls.
         """
         self._follow(stream)

@@ -8,7 +8,7 @@ For each of its users p a window has two flags:
 
 A flag is reset right after the wait for it, before anybody can set it again. So a replayed graph finds the flags as the
 capture did. Streams write and await these flags, and each rank writes into its own part, which others read. Or one
-kernel exchanges all, see kernels/peer/exchange.cu: it has a flag `offered` for each chunk of a part instead of ready,
+kernel exchanges all, see kernels/peer/exchange.cu. It has a flag `offered` for each chunk of a part instead of ready,
 and may write into the parts of others. Both ways may take turns in a window.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.

@@ -145,8 +145,9 @@ _MOST_PREPARED = 256  # cached argument blocks of a launch
 class Launch:
     """Kernel with the arguments that stay the same for all calls of a plan, after the arguments of each call.
 
-    Prepared arguments are cached, because a training loop repeats the same few calls. early: the kernel may start while
-    the previous kernel still runs, see jit.launch_early.
+    Prepared arguments are cached, because a training loop repeats the same few calls.
+
+    early: the kernel may start while the previous kernel still runs, see jit.launch_early.
     """
 
     kernel: compiler.Kernel

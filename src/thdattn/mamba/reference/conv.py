@@ -1,6 +1,6 @@
 """Convolution and dt of a Mamba-2 mixer in NumPy, forward and backward: everything in front of the recurrence.
 
-Row i is convolved with the rows i-d of its own sequence, those with first[i] <= i-d; the rows in front of a rank's own
+Row i is convolved with the rows i-d of its own sequence, those with first[i] <= i-d. The rows in front of a rank's own
 are its halo. Padding is cleared by selection, so that its contents, NaN included, reach no result. Arithmetic is
 float32 (float64 for float64), and results are rounded once.
 """

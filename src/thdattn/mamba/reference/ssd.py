@@ -10,7 +10,7 @@ what does not count is selected away, not multiplied by 0: neither another docum
 result.
 
 Sums, decays, products C B^T and states between chunks are float32 (float64 for float64). For bfloat16 the operands of
-matrix products are rounded to it, as tensor cores take them; for float16 they are not, as states and sums may leave its
+matrix products are rounded to it, as tensor cores take them. For float16 they are not, as states and sums may leave its
 range.
 
 Inner arrays are (chunks, heads or groups, rows of a chunk, ...).
