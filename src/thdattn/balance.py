@@ -93,7 +93,6 @@ def place_fold(lengths: Ints, cp_size: int) -> Ints:
 
     Args:
         lengths: (num_seqs,) tokens of every sequence.
-        cp_size: number of ranks.
 
     Returns:
         (num_runs, 4): rank, sequence, and positions [begin, end) in the sequence, in no order. Every position occurs

@@ -318,9 +318,6 @@ def _by_blocks(
     """Return lse, max_logit, dsinks, out, dq, dk, dv over the blocks of `_row_blocks`, by head, as arguments are.
 
     The last four are not yet rounded as they are stored; gradients are 0 without dout.
-
-    Args:
-        arrays: q, k, v, dout and sinks.
     """
     q, k, v, dout, sinks = arrays
     stored, kept, fused = arithmetic

@@ -55,9 +55,6 @@ def check_saved(saved: Saved, kind: Any) -> None:
     """Raise a ValueError for arrays that forward did not save, and for a plan that was refreshed since.
 
     It compares attributes alone, as this is on the hot path. A kernel would read out of bounds.
-
-    Args:
-        kind: type of the arrays.
     """
     if saved.generation is not None:
         saved.generation.check("saved")
@@ -110,10 +107,6 @@ def as_rows(engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np
 
 def as_sinks(engine: Engine, sinks: Any, num_heads: int, dtype: np.dtype[Any], wanted: bool) -> Any:
     """Return the engine's array of the sinks that a user passed, or None for an attention without.
-
-    Args:
-        dtype: of q.
-        wanted: whether the attention has sinks.
 
     Raises:
         TypeError: an array of another dtype, on the wrong device, or none.

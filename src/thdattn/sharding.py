@@ -27,7 +27,6 @@ def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) 
 
     Args:
         batch: a batch on the host whose padded lengths are multiples of 2*cp_size (one rank: any).
-        cp_size: number of context-parallel ranks.
         cp_rank: the owner rank, 0 <= cp_rank < cp_size.
         local_rows: rows that every rank stores: total_rows / cp_size rounded up, or a little more.
 

@@ -41,7 +41,6 @@ def needed_capacities(packs: Iterable[Sequence[int]], total_rows: int, cp_size: 
 
     Args:
         packs: rows of every document of each pack.
-        total_rows: rows of a pack.
         cp_size: ranks that share a pack.
     """
     mask = Mask((-1, 0), TILES)

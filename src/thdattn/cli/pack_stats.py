@@ -37,9 +37,7 @@ cost     bytes that a plan's searches read, as a share of what the forward of on
 class Candidate:
     """One maximum of documents per pack, and what it would mean.
 
-    slots: the maximum.
     why: the percentiles that equal it, if any.
-    replay: number of packs that fit.
     empty: mean number of slots without a document in the packs that fit.
     rounds, steps: numbers of rounds and of steps with a pack that does not fit.
     """

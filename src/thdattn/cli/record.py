@@ -24,7 +24,6 @@ def save(path: Path, engine: str, made: dict[str, Any]) -> None:
 
     Args:
         path: a JSON file, which need not exist.
-        engine: "cuda" or "reference".
         made: kind, ranks, and numbers and lists by the names of ADDED and LISTED.
     """
     sources, key = _sources(), f"{made['kind']}, {engine} on {_machine(engine)}, {made['ranks']}"

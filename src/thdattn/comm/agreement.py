@@ -23,7 +23,6 @@ class Ballot(NamedTuple):
     """Vote of one rank in an agreement.
 
     question: the name of what ranks agree on.
-    digest: hash of this rank's answer.
     refusal: why this rank cannot go on; "": it can.
     """
 

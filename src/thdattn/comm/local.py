@@ -33,7 +33,6 @@ class _Job:
     """State that all ranks of one run share: who has gone, who failed, and whether anybody still waits in hope.
 
     Args:
-        size: number of ranks.
         timeout: seconds that a rank waits for another.
     """
 
@@ -73,7 +72,6 @@ class _Rendezvous:
     threading.Barrier would do the waiting, but cannot say who came, nor tell a late rank from one that returned.
 
     Args:
-        job: the state that all ranks share.
         ranks: numbers of this comm's ranks in the job, which messages use.
     """
 

@@ -362,7 +362,6 @@ def _agreed(world: Any, failure: str, action: Callable[[], Any], waiting: Waitin
 
     Args:
         failure: what to say if it fails on a rank.
-        action: the step of this rank.
         waiting: makes a context in which this rank waits for the others, given the failure, where the step has failed
             here.
     """
@@ -379,7 +378,6 @@ def start(
     """Make a communicator on all ranks, or raise on all ranks.
 
     Args:
-        nccl: CuPy's module.
         failure: what to say if a rank does not make it.
         make: makes it from the number of ranks, an id, and the rank.
         waiting: as for _agreed. A rank that fails may leave the others in `make`: it waits for them as for a
@@ -446,11 +444,7 @@ def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Trans
 
 
 def _side_nccl(world: Any, nccl: Any, main: Any) -> Transport | None:
-    """Return the ranks' collectives beside kernels, or None if they have none; the same on every rank.
-
-    Args:
-        nccl: CuPy's module; main: its first communicator.
-    """
+    """Return the ranks' collectives beside kernels, or None if they have none; the same on every rank."""
     if world.size == 1:
         return None
     from thdattn.comm.side import transport as side

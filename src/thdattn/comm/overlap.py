@@ -22,10 +22,6 @@ class Pending:
     """Arrays that are still written to beside the current stream; calling or dropping it waits until they are complete.
 
     It holds the arrays until then. So no other array gets their memory, even if an error comes before the call.
-
-    Args:
-        wait: makes the current stream wait.
-        arrays: the arrays that are written to.
     """
 
     __slots__ = ("_arrays", "_wait")
@@ -50,7 +46,6 @@ class PeerExchange(NamedTuple):
     flags: a PEER_EXCHANGE of jit/structs.py.
     to: for each array and rank, the address that this rank's rows are written to. 0: none, the rank reads another copy.
     marks: address at which the kernel writes a number for the watchdog; 0: nowhere.
-    number: that number.
     """
 
     flags: Any
@@ -155,7 +150,6 @@ class OverlappedCollectives(ABC):
 
         Args:
             groups: for each group of heads, the bytes of all ranks' rows of each array.
-            in_rank_order: as for reduce_partials.
         """
 
     @abstractmethod
@@ -163,7 +157,6 @@ class OverlappedCollectives(ABC):
         """Return the bytes that exchange allocates, by name.
 
         Args:
-            sizes: as for exchange.
             strided: bytes of the slices, sent and received, whose rows do not follow each other.
         """
 

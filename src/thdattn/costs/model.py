@@ -230,11 +230,7 @@ def attention_flops(plan: Plan, tiles: int, num_heads: int, direction: int) -> f
 
 
 def recommended(costs: Sequence[Cost]) -> Cost:
-    """Choose the fastest way on one level of ranks, unless one on two levels is faster by more than CLOSE.
-
-    Args:
-        costs: as from compared.
-    """
+    """Choose the fastest way on one level of ranks, unless one on two levels is faster by more than CLOSE."""
     close = [found for found in costs if found.seconds.total <= CLOSE * costs[0].seconds.total]
     return min(close, key=lambda found: found.way.inner > 1)  # the first of equals
 
@@ -433,9 +429,6 @@ class _Clock:
 
 def _in_turns(work: Sequence[float], before: Sequence[float], after: Sequence[float]) -> float:
     """Return the seconds of consecutive groups that overlap with the next input and the last output on the wire.
-
-    Args:
-        work, before, after: of each group.
     """
     copies = [coming + going for coming, going in zip([*before[1:], 0], [0, *after[:-1]], strict=True)]
     return before[0] + sum(max(now * BESIDE if x else now, x) for now, x in zip(work, copies, strict=True)) + after[-1]

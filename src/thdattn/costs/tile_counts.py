@@ -25,7 +25,6 @@ def pairs_and_tiles(sharding: Sharding, window: tuple[int, int]) -> tuple[Ints, 
     """Count pairs and tiles of counted_ranks, over all keys that they see.
 
     Args:
-        sharding: of a batch on the host.
         window: (left, right), -1 = unlimited; causal is right = 0.
 
     Returns:

@@ -142,9 +142,6 @@ class Job:
 def chaos(arguments: argparse.Namespace) -> int:
     """Run rounds until the time is over.
 
-    Args:
-        arguments: parsed options of `thdattn.fuzz.add_arguments`.
-
     Returns:
         The exit status: 0; 1 if something was wrong; 2 without mpiexec or for a line that is no round.
     """
@@ -299,7 +296,6 @@ def left_behind(used: list[int], shared: set[str], settle: float) -> tuple[list[
 
     Args:
         used: MiB in use on each GPU before; what is in use afterwards is not judged while other programs use GPUs.
-        shared: names in shared memory before.
         settle: seconds in which the memory must be free again.
 
     Returns:

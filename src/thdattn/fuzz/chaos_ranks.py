@@ -36,10 +36,8 @@ class Round(Line):
 
     kind: "raise", "kill", "stop", "late", "absent", "memory" (an allocation of the engine fails), "window" (an
         allocation of memory that other GPUs see fails) or "nothing".
-    ranks: number of ranks.
     rank: the one that fails.
     at: number of the allocation at which it fails.
-    seed: seed of the packs.
     """
 
     names_all = True
@@ -159,8 +157,6 @@ def main(line: str, engine: str, timeout: str) -> None:
     """Run one rank, from its start to its end.
 
     Args:
-        line: the round.
-        engine: "cuda" or "reference".
         timeout: seconds that ranks wait for each other.
     """
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, also where the GIL is held

@@ -41,7 +41,6 @@ NEIGHBOURS, DISTANCE = 16, 0.01  # number of packs, and the share by which their
 class Judgement:
     """Judgement of the results of a case.
 
-    wrong: what is wrong.
     near: names of results beyond the rule, but by no more than chance explains.
     worst: the largest error, in parts of what the rule allows.
     """
@@ -122,9 +121,7 @@ class _Neighbours:
     """Errors of a baseline in neighbours of a case, for every number of a result.
 
     Args:
-        seed: of the case.
         arrays: those that differ a little between neighbours, in the same dtypes; None: there is none.
-        names: of results.
         results: makes (exact, baseline) of arrays; fields that are None are left out.
     """
 

@@ -27,7 +27,6 @@ class Pieces(NamedTuple):
     """Pieces of all ranks, in the order of their rows.
 
     begins, ends: rows of the pack.
-    ranks: the rank of each.
     before: the piece that each continues; -1: none.
     copied: (pieces, reach), the last rows on the path in front of each, the nearest first; total_rows: there is none.
     """

@@ -46,7 +46,6 @@ class _Nodes(NamedTuple):
     """The pack of this rank with whole segments. Tables are int32 arrays of the engine.
 
     plan: its plan, of one rank.
-    outline: its _Outline.
     sources: (its rows,), the row of this rank that each holds; -1: a filler, or a row of another rank.
     tokens: as sources, but -1 for copies too.
     places: (local_rows,), where each token goes; -1: padding.

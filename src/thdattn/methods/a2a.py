@@ -120,11 +120,7 @@ def backward(
 
 
 def memory(comm: Ranks, plan: Plan, layer: Layer, outer: Method | None = None) -> Memory:
-    """Return the bytes of all buffers; see Method.
-
-    Args:
-        outer: the method between groups of ranks.
-    """
+    """Return the bytes of all buffers; see Method."""
     assert plan.core is not None and outer is not None
     size, groups, rows, alone = comm.inner.size, len(layer.groups), plan.local_rows, comm.outer.size == 1
     here, there = (_deal(n, size, groups if n >= size else 1) for n in (layer.num_heads, layer.num_kv_heads))

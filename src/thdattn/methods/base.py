@@ -65,7 +65,6 @@ class Method(Protocol):
     ) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
         """Compute dq, and return it with a function that waits for dk and dv and returns them.
 
-        kept: what the forward has kept.
         at_once: that function is called next, so that the last exchange overlaps no computation.
         """
         ...

@@ -45,7 +45,6 @@ class MethodSelection:
     """Select the method of an attention for each of its plans.
 
     cp_comm_type: as CPAttention has it.
-    comm: all ranks.
     levels: ranks that exchange heads, and ranks that have the rows of this rank's heads; None: heads are not exchanged.
     """
 

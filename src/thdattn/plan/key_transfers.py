@@ -24,7 +24,6 @@ from thdattn.trees import Trees
 class Pieces(NamedTuple):
     """Array in pieces: every piece has consecutive numbers, or -1 throughout.
 
-    size: size of the array.
     begin: (num_pieces,), first index of each piece, ascending from 0.
     value: (num_pieces,), first number of each piece; -1 for a piece of -1.
     """
@@ -69,7 +68,6 @@ class Routes:
         sent: (cp_size,), rows that this rank sends to each rank.
         received: (cp_size,), rows that this rank receives from each rank.
         most_sent: rows of the rank that sends most.
-        tabulate: returns `table`.
     """
 
     sent: Ints
@@ -233,7 +231,6 @@ def _unread(own: Ints, sent: Ints, key_rows: int) -> Pieces:
 
     Args:
         own, sent: (3, any): first local rows and first buffer rows of moves, and their sizes, ascending.
-        key_rows: rows of the key buffer.
     """
     (row, key_row, sizes), first, ends = own, np.sort(sent[0]), np.sort(sent[0] + sent[2])
     edges = np.unique(np.concatenate([row, row + sizes, first, ends]))

@@ -42,7 +42,6 @@ def in_sight(position: Ints, length: Ints, other_length: Ints, mask: Mask) -> tu
     The last positions of both sides are the same place. Arguments broadcast, and have one dtype.
 
     Args:
-        position: position of each token in its sequence.
         length: number of tokens of its sequence.
         other_length: number of tokens of this sequence on the other side: keys, if `position` is of queries.
         mask: the mask, or the transposed mask if `position` is of keys.
@@ -59,7 +58,6 @@ def ends_in_sight(batch: PackedBatch, sequence: Ints, position: Ints) -> Ints:
 
     Args:
         batch: lengths on the host; not without sequences.
-        sequence: number of each token's sequence.
         position: place of each token in its sequence; places behind the last token get the sequence's length.
     """
     ends: Ints = batch.lengths[sequence]

@@ -46,8 +46,6 @@ class Layer(NamedTuple):
         """Return the memory of a layer with this plan.
 
         Args:
-            forward, backward: work buffers; see Memory.
-            kept: what the method keeps for the backward.
             comm: bytes that the comm allocates in forward and in backward, by name.
         """
         lse = Buffer("lse", (self.num_heads, plan.local_rows), np.promote_types(self.dtype, np.float32))
@@ -144,7 +142,6 @@ def shortage(engine: Engine, comm: Comm, memory: Memory, forward_only: bool) -> 
 
     Args:
         memory: bytes of the buffers of the plan and the layer.
-        forward_only: the layer has no backward.
     """
     held = comm.held_bytes()
     there = sum(memory[name] for name, size in held.items() if name in memory and memory[name] <= size)

@@ -24,7 +24,6 @@ def host_arrays(
 
     Args:
         sharding: the sharding of a batch on the host.
-        cp_rank: the rank to plan for.
         window: (left, right), -1 = unlimited; causal is right = 0.
         tiles: rows per query tile and per key tile.
         key_batch: for one rank, lengths of the keys of as many sequences; None: those of the queries.

@@ -31,8 +31,6 @@ class Kept:
         """Return the value cached for `key`, outside of captures or in the present one; call `make` on a miss.
 
         Args:
-            key: identifies the value; hashable.
-            make: makes the value.
             capture: returns the number of the present graph capture; None: there is none.
         """
         if key not in self._made:
@@ -87,10 +85,7 @@ def bytes_by_name(buffers: Iterable[Buffer]) -> Bytes:
 
 
 class Workspace:
-    """Arrays by their declarations. They are never freed, enlarged or moved: CUDA graphs keep their addresses.
-
-    engine: allocates them.
-    """
+    """Arrays by their declarations. They are never freed, enlarged or moved: CUDA graphs keep their addresses."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -27,10 +27,6 @@ CLASSES = 8  # classes of work per row on the line; inside a class, pieces keep 
 def place_trees(trees: Trees, cp_size: int) -> Ints:
     """Assign the tokens of all trees to ranks.
 
-    Args:
-        trees: the trees of a pack.
-        cp_size: number of ranks.
-
     Returns:
         (num_runs, 4): rank, tree, and places [begin, end) in the tree, in the order of tokens. No rank has more than
         ceil(tokens / cp_size) tokens.

@@ -43,9 +43,6 @@ class Blocks:
 
     Captured graphs have blocks of their own, as a replay may come at any time. These stay until close().
 
-    Args:
-        world: the MPI communicator of all ranks.
-
     Attributes:
         waiting: makes a context for the time in which this rank waits for the others on the host, see agreed.
     """
@@ -130,8 +127,6 @@ def allocated(make: Callable[[], T], num_bytes: int, retry: bool = True) -> T:
     """Return what `make` allocates on the GPU.
 
     Args:
-        make: allocates.
-        num_bytes: how much that is, for the message.
         retry: where memory is short, CuPy's pool frees its unused blocks, and `make` tries again.
 
     Raises:

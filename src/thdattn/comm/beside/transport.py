@@ -21,9 +21,6 @@ class Transport(OverlappedCollectives):
     """A rank's collectives beside kernels, on a stream of their own.
 
     All ranks make the same calls in one order, on any streams. Events order these streams, in captured graphs as well.
-
-    Args:
-        world: the MPI communicator of all ranks.
     """
 
     def __init__(self, world: Any) -> None:

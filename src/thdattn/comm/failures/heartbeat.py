@@ -55,10 +55,8 @@ class Answer(NamedTuple):
 
     Attributes:
         comm: the comm of the last operation.
-        number: number of the operation there.
         seconds: how long the rank has been in the phase.
         phase: WAITS, LEFT, GPU_WAITS, GPU_LEFT or ENDED.
-        what: the operation.
         state: state of the process in /proc: b"R" runs, b"S" sleeps, b"D" waits for a disk, b"T" is stopped.
         state_seconds: for how long that has been so.
     """
@@ -217,7 +215,6 @@ def main(memory: int, rank: int) -> None:
 
     Args:
         memory: descriptor of the token and the note.
-        rank: number of the process.
     """
     # Signals to all processes of a job are meant for the rank. Ctrl-Z stops both, and so the clock below.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGTSTP})

@@ -48,10 +48,6 @@ def agreed(
     """Try an action on every rank and return each rank's result; all ranks make this call.
 
     Args:
-        world: the MPI communicator of the ranks.
-        step: name of the action, for messages.
-        action: the step of this rank.
-        remedy: what to do where memory is short.
         waiting: makes a context in which this rank waits for the others, given the step's name.
 
     Raises:

@@ -37,8 +37,6 @@ class Ranks:
 
     Args:
         comm: number of this comm, the same on all its ranks.
-        others: all ranks but this one.
-        side: this rank's side process.
         timeout: seconds that an operation may take.
 
     Attributes:
@@ -143,7 +141,6 @@ def find(rank: int, timeout: float, gather: Callable[[Any], Sequence[Any]]) -> R
     Every rank of the comm calls it.
 
     Args:
-        rank: this one.
         timeout: seconds that an operation may take.
         gather: returns what every rank passed to it, in rank order.
     """

@@ -23,11 +23,9 @@ def add_up(
     Args:
         partials: a scalar PARTIALS of jit/structs.py: where every rank's partial sums begin, float32 rows as wide as
             the results'.
-        num_ranks: number of ranks.
         rows: which row of a rank's partial sums belongs to each row of the results, int32, -1: none. (num_rows,) for
             all ranks alike, or (num_ranks, num_rows); None: they are in the order of the results.
         results: (num_rows, heads, width), float16 or bfloat16, which may be some of the heads of larger arrays.
-        stream: CuPy's current one by default.
         own: a rank whose partial sums begin at the second address, and all others' at the first; rows that it alone has
             a partial sum of stay as they are. -1: every rank has an address.
     """

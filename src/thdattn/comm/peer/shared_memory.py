@@ -32,7 +32,6 @@ class SharedMemory:
 
     Args:
         world: the MPI communicator of all ranks, all on this machine.
-        made_of: the class of windows.
 
     Attributes:
         waiting: makes a context for the time in which this rank waits for the others on the host, see agreed.

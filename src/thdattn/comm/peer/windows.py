@@ -185,7 +185,6 @@ class Window:
         Args:
             rank: whose part holds the array; first: byte of the part at which the heads begin.
             pitch: bytes from row to row; width: bytes of the heads in a row.
-            like: the other array.
         """
         import cupy
 

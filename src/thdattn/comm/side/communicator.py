@@ -43,8 +43,6 @@ class FewBlocks:
     """Communicator of a rank, with those methods of CuPy's NcclCommunicator that the transport calls.
 
     Args:
-        size, rank: number of ranks, and this one.
-        unique_id: from rank 0.
         ctas: thread blocks of a collective at most.
 
     Raises:
@@ -103,11 +101,6 @@ def library() -> Any:
 
 def start(world: Any, nccl: Any, ctas: int) -> Any:
     """Make a communicator on all ranks, an ordinary one where NCCL takes no number of thread blocks on one rank.
-
-    Args:
-        world: the MPI communicator of the ranks.
-        nccl: CuPy's module.
-        ctas: see FewBlocks.
 
     Raises:
         RuntimeError: on every rank, if one cannot start it.

@@ -46,8 +46,6 @@ class SideNccl(Transport):
     """A rank's collectives beside kernels, by NCCL.
 
     Args:
-        world: the MPI communicator of all ranks.
-        nccl: CuPy's module.
         main: its first communicator of these ranks.
         ctas: thread blocks of a side collective.
 

@@ -102,7 +102,6 @@ class _Spec(NamedTuple):
     dq_dtype: float32 where dq is accumulated over calls.
     where: see reference.backward_buffers.
     in_parts: the tiles of plan.first_tiles have launches of their own.
-    caps: logits are capped.
     """
 
     heads: Heads

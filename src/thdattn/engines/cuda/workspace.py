@@ -88,7 +88,6 @@ WITHOUT_PADDING = "q and dout without padding"
 class SumOptions(NamedTuple):
     """Options of the sums of dk and dv.
 
-    dtype: of dk and dv.
     deterministic: results are the same bits on every run.
     where: see reference.backward_buffers.
     """
@@ -143,10 +142,6 @@ def accum_of(plan: Plan, num_heads: int, num_kv_heads: int, options: SumOptions)
 
 def largest_accum(plan: Plan, groups: tuple[int, ...], each: int, options: SumOptions) -> Accum:
     """Return the largest accumulators of several groups: a group of few heads may need more, because it has splits.
-
-    Args:
-        groups: kv heads of each group.
-        each: query heads of a kv head.
     """
     accums = [accum_of(plan, each * size, size, options) for size in sorted({*groups})]
     return max(accums, key=lambda accum: accum.buffer.shape)

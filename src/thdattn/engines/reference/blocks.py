@@ -90,9 +90,6 @@ def attend(
     Args:
         q: (num_kv_heads, rows, group, head_dim), scaled.
         keys, values: (num_kv_heads, key_rows, width).
-        mask: the keys of each row.
-        blocks: from row_blocks.
-        softcap: as for attn_fwd.
 
     Returns:
         out: (num_kv_heads, rows, group, v_head_dim).

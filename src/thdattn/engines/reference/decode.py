@@ -25,7 +25,6 @@ def attn_decode(
     Args:
         q: (num_rows, num_heads, head_dim).
         key_ranges: (num_rows, 2) int32, [begin, end) of sequence * capacity + row; may be empty.
-        cache: gives k and v.
         options: softmax_scale and softcap are used.
         sinks: as ForwardInputs has them.
 

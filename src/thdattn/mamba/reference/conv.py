@@ -110,9 +110,6 @@ def mixer_conv_states(inputs: Inputs, keep: bool) -> tuple[Activations, Array, A
 def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tuple[Mamba2Weights, Array]:
     """Compute the gradients of mixer_conv, into the columns of dzxbcdt after z, and of all weights.
 
-    Args:
-        gradients: from mixer_bwd.
-
     Returns:
         dweights: float32 (float64), partial sums over this rank's rows.
         ends: (2, reach, channels) in the same dtype: the gradients of the halo, and of the last rows of x, B and C, as

@@ -24,11 +24,7 @@ def mixer_starts(before: NDArray[np.int64]) -> Array:
 
 @on_host
 def mixer_clear_dt(zxbcdt: Array, rows: Array, shape: MixerShape) -> None:
-    """Set dt of some rows to softplus(-inf) = 0, so that they change no state.
-
-    Args:
-        rows: int32.
-    """
+    """Set dt of some rows to softplus(-inf) = 0, so that they change no state."""
     shape.parts(zxbcdt)[2][rows] = -np.inf
 
 
