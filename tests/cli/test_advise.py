@@ -17,7 +17,7 @@ import thdattn
 from thdattn.__main__ import main
 from thdattn.cli import advise, options
 from thdattn.costs import model
-from thdattn.costs.model import BESIDE, Both, Rates, Shape, Way, compared, cost, predicted, recommended
+from thdattn.costs.model import BESIDE, Both, Rates, Shape, Way, compared, cost, recommended
 from thdattn.methods import group_cast
 
 LENGTHS = (90, 7, 0, 61, 33, 1, 25, 130)
@@ -137,67 +137,6 @@ def test_time_of_an_all_gather_hides_all_but_one_group_of_heads():
     assert apart == pytest.approx(travel + 7 * max(BESIDE * work, travel) + work)
 
 
-def test_time_of_an_all_to_all_hides_all_but_one_group_of_heads():
-    batch = thdattn.PackedBatch.from_lengths([65_536])
-    rates = Rates(latency=0, memory=inf)
-    for kv_heads, groups in {16: 4, 2: 1}.items():  # one kv head on a rank cannot be divided
-        found = cost(batch, 2, Shape(16, kv_heads), Way("a2a", "contiguous"), rates)
-        travel = found.received.forward / rates.link
-        beside = BESIDE if groups > 1 else 1
-        assert found.seconds.forward == pytest.approx(beside * found.compute.forward + travel / groups)
-
-
-def test_every_piece_of_an_exchange_of_heads_takes_time():
-    batch = thdattn.PackedBatch.from_lengths([1024] * 8)
-    way, shape, rates = Way("a2a", "contiguous"), Shape(32, 8), Rates(inf, inf, inf, inf, memory=inf, latency=1)
-    # On each of 4 ranks: the kernel, both exchanges, and for 3 others q, k, v, out and lse; dout, dq, dk and dv.
-    # Between machines, in two groups: the first comes, and the last goes, beside nothing.
-    coming, going = (1 + 3 * 3, 1 + 3 * 1), (1 + 3 * 2, 1 + 3 * 3)
-    apart = tuple(2 * before + 2 * after for before, after in zip(coming, going, strict=True))
-    assert cost(batch, 4, replace(shape, per_node=2), way, rates).seconds == apart
-    # On one machine the exchanges, which nothing hides, are a kernel each.
-    assert cost(batch, 4, shape, way, rates).seconds == (1 + 2, 1 + 2)
-
-
-def test_only_what_crosses_machines_is_slow():
-    batch, way = thdattn.PackedBatch.from_lengths([1024] * 4), Way("a2a", "contiguous")
-    rates = PER_SECOND._replace(forward=inf, backward=inf, link=1e9, between=1e3)
-    near, far = (cost(batch, 4, Shape(4, 4, per_node=per_node), way, rates) for per_node in (4, 2))
-    assert far.received == near.received
-    assert far.seconds.forward == pytest.approx(2 / 3 * far.received.forward / 1e3)
-    assert near.seconds.forward == pytest.approx(near.received.forward / 1e9)
-
-
-def test_what_a_gather_brings_from_another_machine_comes_once_for_all_ranks_there():
-    batch, way = thdattn.PackedBatch.from_lengths([4096]), Way("all_gather", "dual_chunk")
-    rates = PER_SECOND._replace(forward=inf, backward=inf, link=inf, between=1e3)
-    found = cost(batch, 4, Shape(2, 2, per_node=2), way, rates)
-    assert found.seconds.forward == pytest.approx(2 / 3 * found.received.forward / 1e3 / 2)
-
-
-def test_memory_is_read_and_written_once_to_put_keys_in_order_and_once_a_step_to_merge():
-    batch, rates = thdattn.PackedBatch.from_lengths([4096]), Rates(inf, inf, inf, inf, memory=1, latency=0)
-    gather, ring = (cost(batch, 4, Shape(2, 1), Way(name, "dual_chunk"), rates).seconds
-                    for name in ("all_gather", "p2p"))
-    keys = 4096 * 2 * 128 * 2
-    assert gather == (2 * keys, 2 * keys + 2 * keys)  # gathered again, and float32 sums read once
-    assert ring == (4 * 2 * 1024 * 2 * 128 * 4,) * 2
-
-
-def test_two_levels_of_which_one_has_one_rank_are_the_other_level():
-    batch, shape = thdattn.PackedBatch.from_lengths([3000, 2000, 3192]), Shape(8, 8)
-    layers = [cost(batch, 4, shape, way) for way in (Way("a2a", "contiguous"), Way("a2a+all_gather", "dual_chunk", 4))]
-    assert layers[0].seconds == layers[1].seconds and layers[0].received == layers[1].received
-
-
-def test_predicted_is_the_time_of_the_cost():
-    batch = thdattn.PackedBatch.from_lengths([4096] * 3)
-    found = predicted(batch, 4, 32, 64, 8, "a2a+all_gather", "balanced", inner=2, window=(512, 0), per_node=2)
-    way = Way("a2a+all_gather", "balanced", 2)
-    assert found == cost(batch, 4, Shape(32, 8, 64, window=(512, 0), per_node=2), way).seconds
-    assert found.total == found.forward + found.backward > 0
-
-
 def test_memory_is_what_the_neediest_rank_says():
     way, shape = Way("all_gather", "balanced"), Shape(4, 2, head_dim=8, engine="reference")
     batch = batch_for(way, 3, (50, 60, 70))
@@ -296,15 +235,6 @@ def test_code_of_two_levels_and_a_mask_runs():
     assert thdattn.comm.run_local(4, program) == [((9, 9), 2, "a2a+all_gather")] * 4
 
 
-def test_padding_that_a_way_needs_is_in_its_row_and_in_the_code(capsys):
-    _, text, _ = run(capsys, "--lengths", "65536", "--ranks", 4, "--heads", 32, "--kv-heads", 2)
-    multiples = {way: int(columns[0]) for way, columns in table(text).items()}
-    wanted = {"all_gather, dual_chunk": 8, "p2p, dual_chunk": 8, "a2a+all_gather (2 neighbours), dual_chunk": 4}
-    assert {way: multiples[way] for way in wanted} == wanted
-    assert {multiple for way, multiple in multiples.items() if "dual_chunk" not in way} == {1}
-    assert "from_lengths(lengths, multiple=8)\n" in advise.advice(Way("p2p", "dual_chunk"), 4, Shape(4, 4))
-
-
 def test_rates_that_are_passed_are_used_and_said(capsys):
     _, usual, _ = run(capsys, *QUESTION)
     _, text, _ = run(capsys, *QUESTION, "--compute", "73,65", "--link", 1, "--latency", 500)
@@ -320,14 +250,6 @@ def test_a_way_that_cannot_work_is_listed_with_the_reason(capsys):
     assert status == 0 and "a2a, contiguous" not in table(text)
     reasons = " ".join(text.split("\nnot possible:\n")[1].split())
     assert reasons.startswith("a2a, contiguous num_heads is 28 and num_kv_heads 4, wanted heads that can be spread")
-
-
-def test_masks_change_what_is_needed_and_recommended(capsys):
-    said = [run(capsys, *QUESTION, *mask)[1] for mask in ((), ("--window", 256), ("--full",))]
-    all_, window, full = (table(text)["all_gather, balanced"] for text in said)
-    assert float(window[1]) < float(all_[1]) <= float(full[1])
-    assert float(window[-1]) < float(all_[-1]) < float(full[-1])
-    assert re.findall(r"window=\([-\d, ]+\)", said[1]) == ["window=(256, 0)"] * 2
 
 
 def test_documents_of_a_folder_make_one_pack_and_only_those_that_do_not_fit_are_split(tmp_path, capsys):
@@ -389,11 +311,6 @@ def test_both_commands_take_lengths_inline_and_from_a_file(command, tmp_path, ca
     assert inline == from_file
 
 
-def test_tokens_take_one_pack_of_the_lengths(capsys):
-    _, text, _ = run(capsys, "--lengths", "100x300", "--tokens", 1024, "--ranks", 2, "--heads", 2)
-    assert text.startswith("pack    3 documents, 900 tokens, the longest 300\n")
-
-
 def test_rates_of_this_machine_are_measured(capsys):
     status, text, _ = run(capsys, "--lengths", "64,32", "--heads", 2, "--head-dim", 64, "--ranks", 2, "--measure")
     assert status == 0 and "TFLOP/s forward (measured)" in text and "GB/s between GPUs (H200)" in text
@@ -407,12 +324,6 @@ def test_ranks_measure_what_travels_between_them_and_one_prints():
 
 
 # ------------------------------------------------------------------------------------------------ picture
-
-
-def test_owners_are_the_ranks_that_have_the_rows():
-    batch = thdattn.PackedBatch.from_lengths([8, 4], 4)
-    assert advise.owners(batch, 2, Way("all_gather", "dual_chunk")).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0]
-    assert advise.owners(batch, 2, Way("a2a", "contiguous")).tolist() == [0] * 6 + [1] * 6
 
 
 def test_picture_is_written(tmp_path, capsys):

@@ -77,47 +77,6 @@ def test_info_names_the_file_of_every_library(capsys):
     assert rows(output, "kernel cache")
 
 
-def test_info_shows_the_driver_version_that_decides_the_extra():
-    assert any(remedy("cuda12") in text for text in info._remedies(["CuPy"], "12.9"))
-    assert any(remedy("cuda13") in text for text in info._remedies(["NCCL"], "13.0"))
-    assert list(info._remedies([], "13.0")) == []
-
-
-class Driver:
-    """Stand-in for ctypes.CDLL that finds NVIDIA's management library and libcuda, or only some of them."""
-
-    def __init__(self, *libraries):
-        self.libraries = libraries
-
-    def __call__(self, name):
-        if name not in self.libraries:
-            raise OSError(f"{name}: cannot open shared object file")
-        return self
-
-    def nvmlInit_v2(self):
-        pass
-
-    def nvmlShutdown(self):
-        pass
-
-    def nvmlSystemGetDriverVersion(self, text, length):
-        text.value = b"580.159.04"
-
-    def cuDriverGetVersion(self, version):
-        version._obj.value = 13000
-
-
-@pytest.mark.parametrize(("libraries", "version"), [
-    (("libnvidia-ml.so.1", "libcuda.so.1"), "580.159.04"), (("libcuda.so.1",), "CUDA 13.0"), ((), "none"),
-])  # fmt: skip
-def test_driver_has_a_version_wherever_any_of_its_libraries_is(libraries, version, monkeypatch):
-    monkeypatch.setattr(info.ctypes, "CDLL", Driver(*libraries))
-    assert info.driver_version() == version
-    row = info._cuda_driver()
-    assert row.version == ("13.0" if libraries else None)
-    assert row.where.endswith(f"NVIDIA driver {version}" if libraries else "cannot open shared object file")
-
-
 def machine(count, blind=()):
     """Return CuPy of a process with so many GPUs, of which some cannot read another's memory."""
     runtime = SimpleNamespace(getDeviceCount=lambda: count, deviceCanAccessPeer=lambda *pair: pair not in blind)

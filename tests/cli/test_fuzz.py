@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -24,9 +19,8 @@ from thdattn import fuzz
 from thdattn.__main__ import main
 from thdattn.engines import reference
 from thdattn.fuzz import chaos
-from thdattn.fuzz.cases import METHODS, ON_GPUS, SHARDINGS, FuzzCase, draw_configuration
+from thdattn.fuzz.cases import METHODS, SHARDINGS, FuzzCase
 from thdattn.fuzz.chaos_ranks import Round
-from thdattn.kernels.configs import TILES
 from thdattn.mamba import reference as mixers
 from thdattn.plan import ranges
 
@@ -113,13 +107,6 @@ def test_a_gpu_compiles_for_few_configurations_and_sees_many_masks():
     assert len({(case.dims, case.dtype, case.softcap > 0, case.sinks, case.mixer) for case in drawn}) == 1
     assert len({(case.causal, case.window) for case in drawn}) > 40
     assert {case.ranks for case in drawn} == {2}
-
-
-def test_configurations_of_gpus_have_every_head_dim_and_option():
-    attention = [each for each in ON_GPUS if not each.mixer]
-    assert {each.dims for each in attention} == {*TILES} and {each.dtype for each in ON_GPUS} == {"float16", "bfloat16"}
-    assert all(any(getattr(each, name) for each in attention) for name in ("softcap", "sinks", "deterministic"))
-    assert {draw_configuration("cuda", 5, number) for number in range(len(ON_GPUS))} == {*ON_GPUS}
 
 
 # --- what is found -----------------------------------------------------------------------------------------------
@@ -268,12 +255,6 @@ def test_chaos_of_every_kind_ends_in_time(capsys, tmp_path):
     assert key.startswith("chaos rounds, reference on ") and entry["rounds"] == 6 and entry["failures"] == []
 
 
-def test_rounds_are_drawn_until_the_time_is_over(capsys, monkeypatch):
-    monkeypatch.setattr(chaos, "play", lambda each, *_: time.sleep(0.1) or chaos.Outcome(each, 1, 0.0, 0, []))
-    status, (*lines, summary) = run_chaos(capsys, "--seconds", "1", "--jobs", "2")
-    assert status == 0 and 2 < len(lines) <= 22 and summary.startswith(f"chaos: {len(lines)} rounds in ")
-
-
 def test_sigterm_ends_rounds_and_those_before_it_are_recorded(capsys, monkeypatch, tmp_path):
     played, record, before = [], tmp_path / "fuzz.json", signal.getsignal(signal.SIGTERM)
 
@@ -337,33 +318,3 @@ def test_lines_that_are_no_round_are_refused(line, capsys):
     mpiexec(2)
     assert main(["fuzz", "--chaos", "--engine", "reference", "--case", line]) == 2
     assert "pass a line that fuzz printed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_memory_that_stays_in_use_is_found_where_no_other_program_uses_gpus(monkeypatch, shared):
-    monkeypatch.setattr(chaos, "gpu_memory", lambda: [900, 400])
-    monkeypatch.setattr(chaos, "gpus_are_shared", lambda: shared)
-    monkeypatch.setattr(chaos, "shared_memory", lambda: {"mpich_shm_1", "window", "old"})
-    (*of_gpus, of_host), of_libraries = chaos.left_behind([400, 390], {"old"}, 0.1)
-    assert of_gpus == ["GPU 0 has 900 MiB in use, and had 400 before the first round"] * (not shared)
-    assert of_host == "/dev/shm has window more than before" and of_libraries == 1
-
-
-def test_a_process_that_uses_cuda_is_found(monkeypatch, tmp_path):
-    device = tmp_path / "nvidia-uvm"
-    device.touch()
-    monkeypatch.setattr(chaos, "CUDA", str(device))
-    with device.open() as mine:  # this process does not count
-        assert not chaos.gpus_are_shared()
-        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[mine.fileno()]):
-            assert chaos.gpus_are_shared()
-    assert not chaos.gpus_are_shared()
-
-
-def test_shared_memory_of_a_longer_name_is_another_one():
-    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="thdattn-", suffix="-and-more") as file:
-        file.truncate(4096)
-        name = Path(file.name).name
-        with mmap.mmap(file.fileno(), 4096):
-            assert chaos._is_mapped(name) and not chaos._is_mapped(name.removesuffix("-and-more"))
-        assert not chaos._is_mapped(name)

@@ -108,12 +108,6 @@ def test_documents_per_pack_counts_pieces_of_split_documents():
     assert sorted(counts[:3]) == [1, 1, 2]
 
 
-def test_documents_are_padded_and_split_as_asked():
-    for length, multiple, longest, wanted in ((5, 1, 64, {12, 4}), (5, 16, 64, {4}), (64, 1, 16, {4})):
-        counts, _ = pack_stats.documents_per_pack(np.full(64, length), 64, multiple, longest, seed=0)
-        assert set(counts) == wanted  # 64 = 5 * 12 + 4
-
-
 def test_candidates_worked_by_hand():
     counts = np.array([3] * 50 + [6] * 40 + [9] * 9 + [20])
     found = {candidate.slots: candidate for candidate in pack_stats.candidates(counts)}
@@ -129,13 +123,6 @@ def test_candidates_worked_by_hand():
     assert found[32].cost == 4 * 6 * 5 / 16_384
 
 
-def test_rounds_and_steps_that_fall_back_worked_by_hand():
-    """Two steps of two rounds of three packs, and five packs that make no step."""
-    counts = np.array([1, 1, 1, 1, 5, 1,  2, 9, 2, 2, 7, 6,  9, 9, 9, 9, 9])
-    found = {candidate.slots: (candidate.rounds, candidate.steps) for candidate in pack_stats.candidates(counts, 3, 2)}
-    assert found == {1: (3, 2), 2: (3, 2), 4: (3, 2), 5: (2, 1), 8: (1, 1), 9: (0, 0), 16: (0, 0)}
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=24, max_size=60), st.integers(1, 4), st.integers(1, 6))
 @example([1, 2, 3, 4], 2, 2)  # packs of one step
@@ -147,12 +134,6 @@ def test_a_round_falls_back_if_one_pack_does_and_a_step_if_one_round_does(counts
                          for group in range(groups)) for number in range(accumulate)]  # fmt: skip
             rounds, steps = rounds + sum(eager), steps + any(eager)
         assert (candidate.rounds, candidate.steps) == (rounds, steps)
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 64, 65, 1000])
-def test_last_candidate_is_the_first_power_of_two_that_every_pack_fits(most):
-    last = pack_stats.candidates(np.array([1, most, most]))[-1]
-    assert last.is_power and last.slots // 2 < most <= last.slots and last.replay == 3
 
 
 # ------------------------------------------------------------------------------------------------ command
@@ -191,11 +172,6 @@ def test_command_prints_how_many_rounds_and_steps_fall_back(lengths, capsys):
         assert all(rounds[i] >= fell[i] for i in range(len(rows))) and rounds == sorted(rounds, reverse=True)
 
 
-def test_same_seed_gives_the_same_text_and_another_one_another(lengths, capsys):
-    first, again, other = (run(capsys, "--lengths", lengths, "--tokens", 1024, "--seed", seed)[1] for seed in (3, 3, 4))
-    assert first == again != other
-
-
 def test_folder_is_read_with_its_subfolders_but_for_empty_and_hidden_files(tmp_path, capsys):
     for name, size in {"a": 100, "deep/er/b": 50, "empty": 0, ".hidden": 70, ".git/c": 80}.items():
         path = tmp_path / name
@@ -230,18 +206,3 @@ def test_error_is_one_line_and_status_2(words, message, tmp_path, capsys):
     assert status == 2
     assert errors.startswith(f"python -m thdattn pack-stats: error: {message.format(tmp=tmp_path)}")
     assert errors.count("\n") == 1
-
-
-@pytest.mark.parametrize("words", [["--tokens", "9"], ["--data", "."], ["--data", ".", "--lengths", "x"]])
-def test_sizes_come_from_one_place_and_tokens_must_be_said(words, capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["pack-stats", *words])
-    assert error.value.code == 2
-    assert "error: " in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_picture_is_written(lengths, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    status, _, errors = run(capsys, "--lengths", lengths, "--tokens", 4096, "--plot", tmp_path / "packs.png")
-    assert (status, errors) == (0, "")
-    assert (tmp_path / "packs.png").read_bytes().startswith(b"\x89PNG")

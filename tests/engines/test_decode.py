@@ -19,7 +19,6 @@ import thdattn
 from thdattn import oracle
 from thdattn.engines import AttentionOptions
 from thdattn.kernels.configs import TILES
-from thdattn.mamba.shape import Inputs
 
 LENGTHS, PROMPTS = (600, 41, 257, 1, 0, 9), (570, 0, 257, 0, 0, 2)
 MASKS = ({}, {"window": (5, 0)}, {"window": (0, 0)}, {"window": (200, 0)}, {"causal": False, "window": (7, 0)})
@@ -220,41 +219,12 @@ def test_several_ranks_are_refused():
     thdattn.comm.run_local(2, program)
 
 
-def test_a_cache_says_its_sizes_and_reads_no_array():
-    assert repr(small(window=(5, 0)).cache(2, 7)) == (
-        "<KVCache num_texts=2, capacity=7, num_kv_heads=2, head_dim=8, v_head_dim=12, dtype=float64, window=(5, 0), "
-        "engine=reference>"
-    )
-
-
 def test_one_long_text_fills_the_gpu_and_many_or_short_ones_are_not_split_for_nothing():
     tiles = TILES[128, 128].decode
     assert 2 * 132 <= 8 * tiles.splits(132, 8, 2**15) <= tiles.per_multiprocessor * 132, "8 kv heads, one text"
     assert tiles.splits(132, 1000, 2**15) == 1
     assert tiles.splits(132, 1, 2**20) == tiles.max_splits
     assert tiles.splits(132, 1, 256) == 256 // tiles.step, "a window"
-
-
-def test_caches_on_a_gpu_are_filled_by_lengths_as_they_were_planned(monkeypatch):
-    """And not by the caller's arrays, which may have strides, be wrong, or be those of the next pack by now."""
-    pytest.importorskip("cupy")
-    decode, mixer = (importlib.import_module(f"thdattn.{folder}.cuda.decode") for folder in ("engines", "mamba"))
-    launched = []
-    fake = SimpleNamespace(kernel=lambda *name: lambda grid, block, args: launched.append(args))
-    for module in (decode, mixer):
-        monkeypatch.setattr(module, "compiler", fake)
-    queries, keys, wrong = np.array([[0, 3, 8], [0, 4, 9]]), np.array([[0, 2, 7], [0, 3, 8]]), np.zeros(1)
-    callers = SimpleNamespace(num_seqs=2, cu_seqlens=None, cu_seqlens_padded=None)
-    arrays = SimpleNamespace(offsets=np.stack([queries, keys]), lengths=SimpleNamespace(wrong=wrong))
-    plan, x = SimpleNamespace(batch=callers, key_batch=callers, arrays=arrays), np.zeros((9, 2, 64), np.float16)
-    decode.cache_fill(x, x, plan, SimpleNamespace(k=x, v=x, lengths=None, capacity=4))
-    shape = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 8, 64, 64, 1, engine="reference")._shape
-    act = SimpleNamespace(channels=None, dt=None, sums=None)
-    mixer.mixer_fill(Inputs(x, None, plan, shape), act, None, SimpleNamespace(rows=np.zeros(2), states=np.zeros(2)))
-    for args, wanted in zip(launched, (keys, queries, queries), strict=True):
-        found = [arg for arg in args if isinstance(arg, np.ndarray) and arg.shape == (3,)]
-        assert np.array_equal(found, wanted)
-    assert any(arg is wrong for arg in launched[0])
 
 
 # --- on a GPU alone ----------------------------------------------------------------------------------------------

@@ -64,17 +64,6 @@ def test_many_short_sequences_come_one_after_another_with_many_heads(pack):
     assert order.tolist() == orders[0].tolist() != orders[1].tolist() and how == (16, 0)
 
 
-def test_many_long_sequences_come_one_after_another():
-    plan, orders = orders_of(PACKS["mixed"])
-    order, how = scheduler.schedule(H100, plan, orders, 16, 2)
-    assert order.tolist() == orders[0].tolist() and how == (2, 2)
-
-
-def test_a_window_leaves_few_pairs_and_many_heads_fit():
-    plan, orders = orders_of((65_536,), window=(1_024, 0))
-    assert scheduler.schedule(H100, plan, orders, 16, 4)[1] == (16, 0)
-
-
 @pytest.mark.parametrize(("local_rows", "wanted"), [(256, (16, 0)), (257, (4, 4))])
 @pytest.mark.parametrize("pairs", [None, 10**9])
 def test_few_queries_have_many_heads_whatever_the_lengths_are(local_rows, wanted, pairs):
@@ -83,11 +72,6 @@ def test_few_queries_have_many_heads_whatever_the_lengths_are(local_rows, wanted
     plan = SimpleNamespace(expected_pairs=pairs, cp_size=1, key_rows=2**14, local_rows=local_rows, batch=batch)
     order, how = scheduler.schedule(H100, plan, orders, 16, 4)
     assert order.tolist() == orders[0].tolist() and how == wanted
-
-
-def test_heads_that_are_done_together_are_one_group():
-    plan, orders = orders_of(PACKS["one"])
-    assert scheduler.schedule(H100, plan, orders, 8, 8)[1] == (8, 8)
 
 
 @pytest.mark.parametrize(("pack", "head_dim", "splits"), [
@@ -99,18 +83,6 @@ def test_heads_that_are_done_together_are_one_group():
 def test_a_split_has_fewer_heads_the_longer_the_sequences_are(pack, head_dim, splits):
     plan, _ = orders_of(PACKS[pack])
     assert scheduler.splits_per_kv_head(H100, plan, 128, 8, 4, head_dim) == [(splits, inf)]
-
-
-def test_splits_are_equal():
-    plan, _ = orders_of(PACKS["one"])
-    found = [scheduler.splits_per_kv_head(H100, plan, 128, 8, group, 32) for group in (1, 3, 6, 7, 8)]
-    assert found == [[(splits, inf)] for splits in (1, 1, 2, 7, 2)]
-
-
-def test_few_tiles_are_split_for_all_multiprocessors():
-    plan, _ = orders_of(PACKS["short"])
-    found = [scheduler.splits_per_kv_head(H100, plan, tiles, 8, 4, 64) for tiles in (49, 50)]
-    assert found == [[(4, inf)], [(1, inf)]]
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -133,11 +105,6 @@ def test_splits_of_longer_sequences_take_few_heads_together():
     _, orders = orders_of(PACKS["mixed"])
     assert scheduler.schedule(H100, plan, orders, 16, 2)[1] == (16, 0)
     assert scheduler.schedule(H100, plan, orders, 16, 2, scheduler.LONG_FROM)[1] == (2, 2)
-
-
-@pytest.mark.parametrize(("tiles", "heads", "pieces"), [(1, 1, 32), (8, 8, 49), (1, 16, 24), (2, 132, 3)])
-def test_pieces_have_room_for_three_of_every_multiprocessor(tiles, heads, pieces):
-    assert scheduler.most_kv_splits(H100, tiles, heads) == pieces
 
 
 @pytest.mark.parametrize(("tiles", "heads", "divides"), [

@@ -378,10 +378,3 @@ def test_several_ranks_are_refused():
             cache.fill(saved)
 
     thdattn.comm.run_local(2, program)
-
-
-def test_a_cache_says_its_sizes_and_reads_no_array():
-    assert repr(TEXTS.mixer(SINGLE, FLOAT32).cache(2)) == (
-        "<Mamba2Cache num_texts=2, num_heads=4, head_dim=3, state_dim=5, num_groups=2, conv_width=4, dtype=float32, "
-        "norm=None, engine=reference>"
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from mixer_cases import (
 import thdattn
 from thdattn.mamba import context_parallel, reference
 from thdattn.mamba.oracle import Sizes
-from thdattn.mamba.shape import Inputs, MixerShape
 from thdattn.packing import PackedBatch
 
 SINGLE = thdattn.comm.init("single")
@@ -69,13 +67,6 @@ def test_one_state_and_the_rows_that_a_convolution_sees_travel_whatever_the_leng
         assert backward == (cp_size - 1) * (3 * channels * number + summary)
 
 
-def test_numbers_of_a_typical_layer():
-    shape = MixerShape(64, 64, 128, 1, 4, BFLOAT16)
-    assert (shape.d_inner, shape.channels, shape.columns) == (4096, 4352, 8512)
-    assert 4 * shape.summary == 2**21 + 256
-    assert round(7 * 4 * shape.summary / 1e6, 1) == 14.7  # that 8 ranks tell one of them
-
-
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_without_a_convolution_no_rows_travel_and_one_rank_sends_nothing(cp_size):
     def program(comm):
@@ -84,18 +75,6 @@ def test_without_a_convolution_no_rows_travel_and_one_rank_sends_nothing(cp_size
 
     summary = (np.prod(SIZES[:3]) + SIZES[0]) * 8
     assert thdattn.comm.run_local(cp_size, program) == [2 * (cp_size - 1) * summary] * cp_size
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_kept_for_the_backward_is_y_and_a_state_per_segment(keep):
-    mixer = MIXER.mixer(SINGLE, BFLOAT16, keep_activations=keep)
-    plan = mixer.plan(MIXER.batch)
-    zxbcdt, weights, _ = random_inputs(MIXER, BFLOAT16)
-    y, halo, kept, act = mixer.forward(zxbcdt, weights, plan)[1].kept
-    assert act.channels.shape == (plan.local_rows, 32) if keep else act is None
-    segments = -(-plan.local_rows // reference.mixer_segment_rows)
-    assert (y.dtype, y.shape) == (BFLOAT16, (plan.local_rows, 12)) and halo.shape == (3, 32)
-    assert (kept.dtype, kept.shape) == (FLOAT32, (segments, *SIZES[:3]))
 
 
 # --- order -----------------------------------------------------------------------------------------------------------
@@ -137,23 +116,6 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
     assert first == wanted(range(4), range(0), range(0), range(4))
     assert second == wanted(range(3, 4), range(3), range(1), range(1, 4))
     assert third == wanted(range(3, 4), range(3), range(4), range(4, 4))
-
-
-@pytest.mark.parametrize(("own", "ahead"), [(0, 0), (15, 0), (16, 16), (40, 16), (47, 16), (48, 48)])
-def test_rows_go_ahead_where_both_launches_fill_a_gpu(monkeypatch, own, ahead):
-    """own: of 48 segments, those that wait for no other rank."""
-    plan = SimpleNamespace(local_rows=48 * reference.mixer_segment_rows)
-    monkeypatch.setattr(context_parallel, "_waiting", lambda *_: (slice(0, 48 - own), slice(own, 48)))
-    assert context_parallel._turns(reference, plan) == (slice(48 - ahead, 48), slice(0, 48 - own), slice(0, 48 - ahead))
-    assert context_parallel._turns(reference, plan, reverse=True) == (slice(0, ahead), slice(own, 48), slice(ahead, 48))
-    plan.local_rows //= 2  # too few for two launches
-    monkeypatch.setattr(context_parallel, "_waiting", lambda *_: (slice(0, 1), slice(23, 24)))
-    assert context_parallel._turns(reference, plan)[0] == slice(24, 24)
-
-
-def test_all_segments_wait_where_lengths_lie_on_a_gpu():
-    plan = SimpleNamespace(local_rows=130, cp_rank=1, cp_size=3, batch=SimpleNamespace(on_device=True))
-    assert context_parallel._waiting(reference, plan) == (slice(0, 3), slice(0, 3))
 
 
 def test_nothing_waits_where_sequences_end_with_ranks():
@@ -222,16 +184,6 @@ def test_arrays_of_other_libraries_and_orders_are_read(wrap):
     assert_equal(assembled(MIXER, [made]), truth(MIXER, FLOAT64), 1e-12)
 
 
-def test_activations_are_0_on_padding():
-    case, shape = CASES["empty-between"], MixerShape(*SIZES, 4, FLOAT64)
-    plan = case.mixer(SINGLE, FLOAT64).plan(case.batch)
-    zxbcdt, weights, _ = random_inputs(case, FLOAT64)
-    zxbcdt[~case.valid] = np.nan
-    act = reference.mixer_conv(Inputs(zxbcdt, weights, plan, shape, reference.mixer_tail(zxbcdt, plan, shape)))
-    for x in act[:3]:  # NumPy has no `leave`
-        assert not x[~case.valid].any() and x[case.valid].all()
-
-
 def test_inputs_are_left_as_they_were_and_results_are_new():
     mixer = MIXER.mixer(SINGLE, FLOAT32)
     plan = mixer.plan(MIXER.batch)
@@ -258,11 +210,3 @@ def test_backward_may_be_called_twice():
     again = mixer.backward(dout, saved)
     for x, y in zip(made[1:], (again[0], *again[1]), strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-def test_weights_and_gradients_go_through_a_loop_together():
-    _, _, (_, _, *dweights), saved = steps(SINGLE)
-    for name, weight, gradient in zip(thdattn.Mamba2Weights._fields, saved.weights, dweights, strict=True):
-        assert weight.shape == gradient.shape and gradient.dtype == FLOAT32, name
-    assert repr(saved.weights).startswith("<Mamba2Weights: conv_weight (32, 4), conv_bias (32,), A_log (4,)")
-    assert repr(saved).startswith("<Mamba2Saved: zxbcdt float32 (256, 48), <Plan")
