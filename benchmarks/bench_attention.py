@@ -242,10 +242,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dense", dest="kind", action="store_const", const="dense", default="attention",
                         help="compare packs of equal lengths with dense batches, by the fastest dense kernels")
     parser.add_argument("--logits", dest="kind", action="store_const", const="logits",
-                        help="compare sinks and softcaps with attention without them")  # fmt: skip
+                        help="compare sinks and softcaps with attention without them")
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"some of {' '.join(CASES)}")
     parser.add_argument("--peers", type=lambda names: names.split(","), metavar="PEER,PEER",
-                        help=f"all by default: {','.join(peers.PEERS)}; ours is always timed")  # fmt: skip
+                        help=f"all by default: {','.join(peers.PEERS)}; ours is always timed")
     parser.add_argument("--forward-only", action="store_true", help="do not time the backward")
     parser.add_argument("--sustained", action="store_true",
                         help="time forward and backward together, two seconds a turn without rest, and nothing else")

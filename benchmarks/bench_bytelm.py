@@ -48,7 +48,7 @@ from thdattn.graphs import CudaGraphConfig, add_arguments, from_arguments
 
 EXAMPLE = Path(data.__file__).parent
 KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type",
-       "maximum")  # fmt: skip
+       "maximum")
 WARM_UP = 8  # steps that are not timed, as they compile kernels and fill memory pools
 PACKS = 1_000  # for percentiles of documents
 
@@ -91,7 +91,7 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
     training, _ = data.split(data.find_documents())
     graphs = with_maximum(args.graphs, args.maximum, training, packing)
     trainer = Trainer(grid, SIZES[args.size], "cuda", args.sharding, seed=0, graphs=graphs,
-                      cp_comm_type=args.cp_comm_type)  # fmt: skip
+                      cp_comm_type=args.cp_comm_type)
     batches = data.micro_batches(training, packing, 0, Position(0, 0))
     dealt = data.steps(batches, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare)
     results: list[StepResult] = []
@@ -113,7 +113,7 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
         "cuda_graph_impl": graphs.impl, "weights": str(trainer.model.weights.size),
         "steps": str(args.steps), "cp_comm_type": method_of(args.cp_comm_type, grid), "maximum": args.maximum,
         "slots": str(graphs.max_packed_seqs or ""), "eager_packs": eager_share(timed, graphs.max_packed_seqs),
-    }  # fmt: skip
+    }
     peak = measure.peak_flops(trainer.model)
     return fixed | measured(trainer, timed, peak) | {"memory_gib": f"{num_bytes / 2**30:.1f}"}
 
@@ -186,10 +186,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cp", type=int, metavar="N", help="ranks that share a micro-batch (default: all ranks)")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default: 30)")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, metavar="N",
-                        help=f"steps before, which compile and fill memory pools (default: {WARM_UP})")  # fmt: skip
+                        help=f"steps before, which compile and fill memory pools (default: {WARM_UP})")
     parser.add_argument("--every-graph", action="store_true", help="without graphs, per layer, and of a whole step")
     parser.add_argument("--maxima", nargs="+", default=[""], metavar="MAX", type=maximum,
-                        help="slots for documents in graphs, one after another: 16, or P90")  # fmt: skip
+                        help="slots for documents in graphs, one after another: 16, or P90")
     add_method_arguments(parser)
     add_arguments(parser)
     record.add_options(parser, "bytelm")

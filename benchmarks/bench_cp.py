@@ -56,7 +56,7 @@ ERROR_CASE = Case("4x1024", (1_024,) * 4, 32, 8)
 LONG_ERROR_CASE = Case("bucket32k-h8", cp_cases(1)["bucket32k"].lengths, 8, 2)  # few heads, as float64 is slow
 HOST_CALLS, HOST_MS = 20, 200.0  # timed on the host at most: calls, and ms of them on the GPU
 USUAL_CASES = ("bucket32k", "1x65536", "1x8192", "4x2048", "8x1024", "lognormal128k", "documents8k", "documents16k",
-               "bucket32k-mha16")  # fmt: skip
+               "bucket32k-mha16")
 T = TypeVar("T")
 Key = tuple[str, str, str]  # peer, direction, timing
 Measured = dict[Key, record.Row]  # the columns of what was measured
@@ -70,7 +70,7 @@ def main() -> int:
         records = record.Recorder("cp", args.out, KEY, real.size, {
             "ranks": str(real.size), "as_rank_of": str(ranks.size),
             "transport": "peer" if real.reads_peers else f"{real.name}{' between machines' * real.spans_machines}",
-        })  # fmt: skip
+        })
         with process_group() if args.peer else nullcontext():
             others = find_peers() if args.peer else {}
             for case, measure in work(ranks, args.cases, args.methods, args.head_groups, args.exchange):
@@ -126,7 +126,7 @@ def errors(ranks: Ranks, methods: Sequence[Method], case: Case, others: Peers, _
     measured: Measured = {(name, result, record.ERRORS): {} for name in ways for result in accuracy.RESULTS}
 
     wanted = attempted(ranks.real, f"{case.name} in float64",
-                       partial(accuracy.exact, case, [x.get()[tokens] for x in whole], cupy))  # fmt: skip
+                       partial(accuracy.exact, case, [x.get()[tokens] for x in whole], cupy))
     if wanted is None:
         return measured
 
@@ -167,7 +167,7 @@ def speeds(
         if made is not None:
             ours[name], free = made
             foreseen = attempted(real, f"{case.name} {name}, predicted",
-                                 partial(cp_methods.predicted_ms, method, case, ranks.size))  # fmt: skip
+                                 partial(cp_methods.predicted_ms, method, case, ranks.size))
             costs[name] = Costs(taken(real, ours[name], free), most(real, ours[name].received()), foreseen or {})
     ways: dict[str, Timed] = {**ours}
     if OURS in ours:
@@ -184,7 +184,7 @@ def speeds(
     times = raced(real, case, ways, list(costs), rounds)
     measured: Measured = {(name, way, "called"): {} for name in (*asked, *others) for way in WAYS}
     measured |= {key: columns(case, 1 if key[0] == ONE else ranks.size, key, samples, costs)
-                 for key, samples in times.items()}  # fmt: skip
+                 for key, samples in times.items()}
     chosen = {name: layer.choices() | ranks_played(ranks, layer) for name, layer in ours.items()}
     return {key: found | chosen.get(key[0], {}) for key, found in measured.items()}
 
@@ -218,7 +218,7 @@ def raced(
 ) -> dict[Key, list[float]]:
     """Time all ways in turns: called, in a graph where they are captured, and on the host for those in `hosted`."""
     calls: dict[tuple[str, str], Sequence[Callable[[], object]]] = {
-        (name, "called"): (way.forward, way.backward) for name, way in ways.items()}  # fmt: skip
+        (name, "called"): (way.forward, way.backward) for name, way in ways.items()}
     with ExitStack() as stack:
         for name, way in ways.items():
             replay = attempted(real, f"{case.name} {name} in a graph", partial(captured, stack, name, way))
@@ -230,7 +230,7 @@ def raced(
         directions = WAYS if how == "called" else ("both",) * 2
         times |= {(name, direction, how): samples for direction, samples in zip(directions, steps, strict=True)}
     host = {(name, way, "host"): call for name in hosted
-            for way, call in (("forward", ways[name].forward), ("both", partial(both, ways[name])))}  # fmt: skip
+            for way, call in (("forward", ways[name].forward), ("both", partial(both, ways[name])))}
     for key, call in host.items():
         calls_in_all = host_calls(median(times[key[0], key[1], "called"]))
         times[key] = timing.slowest(real, timing.returned(call, calls_in_all))
@@ -330,7 +330,7 @@ def rows_of(case: Case, others: Peers, measured: Measured) -> Iterator[record.Ro
     blank = dict.fromkeys((
         "method", "sharding", "ranks_played", "head_groups", "keep_keys", "ms", "ms_p10", "ms_p90", "samples", "tflops",
         "memory_gib", "received_bytes", "predicted_ms", "rms", "largest",
-    ), "")  # fmt: skip
+    ), "")
     for (peer, direction, how), found in measured.items():
         yield {
             **case.columns,
@@ -347,15 +347,15 @@ def parse_arguments() -> argparse.Namespace:
     names, kv_heads = list(cases), sorted({case.kv_heads for case in cases.values()})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*names, "all"], default=list(USUAL_CASES), metavar="CASE",
-                        help=f"{' '.join(names)}, or all; by default {' '.join(USUAL_CASES)}")  # fmt: skip
+                        help=f"{' '.join(names)}, or all; by default {' '.join(USUAL_CASES)}")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, "all"], default=[str(USUAL)], metavar="METHOD",
                         help=f"{' '.join(METHODS)}, or all, of which those that cannot work are left out; by default "
-                             f"{USUAL}")  # fmt: skip
+                             f"{USUAL}")
     parser.add_argument("--transport", choices=("auto", "peer", "nccl"), default="auto", help="see thdattn.comm.init")
     parser.add_argument("--head-groups", nargs="+", type=int, default=[], metavar="N",
-                        help="also time ours with so many groups of heads, in turns with the others")  # fmt: skip
+                        help="also time ours with so many groups of heads, in turns with the others")
     parser.add_argument("--exchange", action="store_true", help="also time what all_gather exchanges without the "
-                        "attention, and the attention alone beside it")  # fmt: skip
+                        "attention, and the attention alone beside it")
     parser.add_argument("--peer", action="store_true", help="also time Transformer Engine's schedule")
     parser.add_argument("--as-rank-of", type=int, metavar="N", help="two GPUs behave as two ranks of N")
     record.add_options(parser, "cp", repeats=3)

@@ -77,7 +77,7 @@ def sampling(size: str, num_texts: int, num_bytes: int, way: str, engine: str, s
     return {
         "what": size, "texts": str(num_texts), "bytes": str(num_bytes), "way": way, "steps": str(steps), **measured,
         "bytes_per_s": f"{num_texts * 1e3 / float(measured['ms']):.1f}",
-    }  # fmt: skip
+    }
 
 
 def timed_steps(step: Callable[[], object], steps: int, wait: Callable[[], None]) -> list[float]:
@@ -129,7 +129,7 @@ def attention(name: str) -> record.Row:
         "what": f"attention, {name}", "texts": "1", "bytes": str(LONG), "way": "kernel",
         **record.timed(attended), "gb_per_s": f"{num_bytes / ms / 1e6:.0f}",
         "copy_gb_per_s": f"{2 * caches[0].k.nbytes / copy_ms / 1e6:.0f}",
-    }  # fmt: skip
+    }
 
 
 def mixer(num_texts: int) -> record.Row:
@@ -157,7 +157,7 @@ def mixer(num_texts: int) -> record.Row:
     return {
         "what": f"mixer, {heads} heads of {head_dim}, states of {state_dim}", "texts": str(num_texts), "bytes": "any",
         "way": "kernel", **record.timed(decoded), **dict(zip(("gb_per_s", "copy_gb_per_s"), speeds, strict=True)),
-    }  # fmt: skip
+    }
 
 
 def replayed(call: Callable[[T], Any], caches: list[T], stream: Any) -> list[float]:

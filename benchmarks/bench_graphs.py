@@ -101,7 +101,7 @@ class Layer:
     def pack(self, graphs: Graphs, sharding: str | None = None) -> StaticPack:
         """Make a static pack of just so many rows, with the batch loaded."""
         pack = StaticPack(graphs, [self.computes], self.batch.total_rows, sharding, like=self.batch,
-                          finite_padding=True)  # fmt: skip
+                          finite_padding=True)
         pack.load([self.batch])
         return pack
 
@@ -118,7 +118,7 @@ class Layer:
             owned()  # results of graphs are inputs that are not copied
         whole = graphs.captured(self.both, "forward and backward")
         in_place, copied = (graphs.pair(self.computes.forward, self.computes.backward, name)
-                            for name in ("in place", "copied"))  # fmt: skip
+                            for name in ("in place", "copied"))
         others, dout = [copies(x) for x in self.given], self.dout.copy()
 
         def local(pair: Any, given: Sequence[Any], dout: Any) -> Any:
@@ -222,7 +222,7 @@ def balanced_times(comm: thdattn.comm.Comm, layer: Layer, graphs: Graphs, rounds
     pack, batch, times = layer.pack(graphs, "balanced"), layer.batch, {}
     for way in ("load_host_balanced", "load_host_balanced_prepared"):
         fresh = [PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=batch.total_rows)
-                 for _ in range(rounds * timing.HOST_CALLS)]  # fmt: skip
+                 for _ in range(rounds * timing.HOST_CALLS)]
         if way.endswith("prepared"):
             for each in fresh:
                 layer.computes.prepare(each, "balanced")
@@ -249,7 +249,7 @@ def row_of(columns: record.Row, way: str, samples: Sequence[float], flops: float
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*SHORT, *LONG], default=[*SHORT, *LONG], metavar="CASE",
-                        help=f"all by default: {' '.join([*SHORT, *LONG])}")  # fmt: skip
+                        help=f"all by default: {' '.join([*SHORT, *LONG])}")
     record.add_options(parser, "graphs", repeats=5)
     return parser.parse_args()
 

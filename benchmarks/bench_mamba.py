@@ -128,20 +128,20 @@ def rows_of(
         yield {
             "ranks": str(ranks), **case.columns, "part": part, "peer": peer, "peer_version": versions.get(peer, ""),
             "direction": direction, "timing": how, **row,
-        }  # fmt: skip
+        }
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE",
-                        help=f"all by default, on several ranks the long ones: {' '.join(CASES)}")  # fmt: skip
+                        help=f"all by default, on several ranks the long ones: {' '.join(CASES)}")
     parser.add_argument("--parts", nargs="+", choices=list(PEERS), default=list(PEERS), help="both by default")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS["scan"]), default=list(PEERS["scan"]),
-                        help="on one rank; all by default")  # fmt: skip
+                        help="on one rank; all by default")
     parser.add_argument("--errors", action="store_true", help="on one rank: measure errors alone, and keep older times")
     parser.add_argument("--peer", action="store_true", help="on several ranks: also time the all-to-all of heads")
     parser.add_argument("--tune-ms", type=record.positive, metavar="MS",
-                        help="for which Triton's tuner measures each candidate; 100 by default")  # fmt: skip
+                        help="for which Triton's tuner measures each candidate; 100 by default")
     record.add_options(parser, "mamba", repeats=3)
     return parser.parse_args()
 

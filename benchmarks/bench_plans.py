@@ -30,7 +30,7 @@ from thdattn.plan.key_transfers import NeededRows, Routes, needed_rows
 
 CAUSAL = (-1, 0)
 COLUMNS = {"layout_ms": "layout, ms", "transfers_ms": "transfers, ms", "agreement_ms": "agreement, ms",
-           "kib": "transfers, KiB", "advise_s": "`advise`, s"}  # fmt: skip
+           "kib": "transfers, KiB", "advise_s": "`advise`, s"}
 
 
 def main() -> int:
@@ -64,7 +64,7 @@ def measured(lengths: Sequence[int], ranks: int, repeats: int) -> Row:
         "layout_ms": f"{1e3 * layout:.2f}", "transfers_ms": f"{1e3 * transfers:.2f}",
         "agreement_ms": f"{1e3 * agreement:.3f}", "kib": f"{held_bytes(lengths, ranks) / 1024:.1f}",
         "advise_s": f"{seconds(lambda: compared(lengths, ranks, SHAPE)):.2f}",
-    }  # fmt: skip
+    }
 
 
 def plan_times(lengths: Sequence[int], ranks: int) -> tuple[float, float, float]:

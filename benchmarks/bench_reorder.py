@@ -67,7 +67,7 @@ def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
         copies = [cupy.empty_like(x) for x in sources]
         ways: dict[str, Callable[[], object]] = {
             "ours": partial(move, *sources, plan), "copy": partial(copy, sources, copies),
-        }  # fmt: skip
+        }
         if importlib.util.find_spec("torch"):
             ways["select"] = selecting(sources, index)
         groups = {name: partial(timing.called, call, 20) for name, call in ways.items()}
@@ -83,7 +83,7 @@ def row_of(
     return {
         "case": pack, "cp_size": str(cp_size), "direction": direction, "dtype": np.dtype(sources[0].dtype).name,
         "bytes": str(num_bytes), "peer": peer, **times, "gb_per_s": f"{num_bytes / float(times['ms']) / 1e6:.0f}",
-    }  # fmt: skip
+    }
 
 
 def rank_zero_plan(sharding: thdattn.Sharding) -> thdattn.Plan:

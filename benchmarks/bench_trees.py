@@ -48,7 +48,7 @@ def main() -> int:
     args = parse_arguments()
     with thdattn.comm.init(transport=args.transport) as comm, cupy.cuda.Stream(non_blocking=True):
         records = record.Recorder("trees", args.out, KEY, comm.size, {
-            "ranks": str(comm.size), "transport": "peer" if comm.reads_peers else comm.name})  # fmt: skip
+            "ranks": str(comm.size), "transport": "peer" if comm.reads_peers else comm.name})
         others = present(args.peers) if comm.size == 1 else [ONE]
         for name in args.cases:
             start, case = time.perf_counter(), TREES[name]
@@ -137,15 +137,15 @@ def row_of(case: TreeCase, pack: Case, peer: str, direction: str, how: str, foun
         **pack.columns, "case": case.name, "dtype": "bfloat16", "pairs": str(pack.plan.visible_pairs),
         "tiles": str(pack.tiles), "peer": peer, "peer_version": Flex.version() if peer == "flex" else
         thdattn.__version__, "direction": direction, "timing": how, **(blank | found),
-    }  # fmt: skip
+    }
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=TREES, default=list(TREES), metavar="CASE",
-                        help=f"all by default: {' '.join(TREES)}")  # fmt: skip
+                        help=f"all by default: {' '.join(TREES)}")
     parser.add_argument("--peers", type=lambda names: names.split(","), default=list(PEERS), metavar="PEER,PEER",
-                        help=f"on one GPU; all by default: {','.join(PEERS)}")  # fmt: skip
+                        help=f"on one GPU; all by default: {','.join(PEERS)}")
     parser.add_argument("--transport", choices=("auto", "peer", "nccl"), default="auto", help="see thdattn.comm.init")
     record.add_options(parser, "trees", repeats=3)
     args = parser.parse_args()

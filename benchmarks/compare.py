@@ -189,7 +189,7 @@ def row(names: Sequence[str], tflop: float, samples: Samples) -> list[str]:
         spread([base / ms for base, ms in zip(samples[names[0]], samples[name], strict=True)])
         if names[0] in samples and name in samples else "-"
         for name in names[1:]
-    ]  # fmt: skip
+    ]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -218,7 +218,7 @@ def main() -> int:
         Tree(name, [sys.executable, __file__, SERVE], os.environ | {"PYTHONPATH": os.pathsep.join(
             filter(None, [str(folder), os.environ.get("PYTHONPATH")]))})
         for name, folder in args.trees
-    ]  # fmt: skip
+    ]
     names = [tree.name for tree in trees]
     measured: Measured = {}
     try:
@@ -245,7 +245,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trees", nargs="+", type=named_folder, required=True, metavar="NAME=PATH",
                         help="clones of this repository, or their src folders; ratios are over the first")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES), metavar="CASE",
-                        help=f"all by default: {' '.join(CASES)}")  # fmt: skip
+                        help=f"all by default: {' '.join(CASES)}")
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="both by default")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:1], help="ours by default")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every tree, 5 by default")

@@ -69,7 +69,7 @@ USUAL = Method("all_gather", "dual_chunk")
 METHODS = {name: Method.named(name) for name in (
     "all_gather", "all_gather:balanced", "a2a", "a2a:dual_chunk", "p2p", "a2a+all_gather", "a2a+all_gather:balanced",
     "a2a+p2p",
-)}  # fmt: skip
+)}
 
 
 def predicted_ms(method: Method, case: Case, cp_size: int) -> dict[str, float]:
@@ -77,7 +77,7 @@ def predicted_ms(method: Method, case: Case, cp_size: int) -> dict[str, float]:
     seconds = model.predicted(
         method.padded(case, cp_size), cp_size, case.heads, case.head_dim, case.kv_heads, method.cp_comm_type,
         method.sharding, inner=INNER if method.two_levels else 1, causal=case.causal, window=case.window,
-    )  # fmt: skip
+    )
     found = {"forward": seconds.forward, "backward": seconds.backward, "both": seconds.total}
     return {direction: 1e3 * number for direction, number in found.items()}
 

@@ -45,7 +45,7 @@ def process_group() -> Iterator[None]:
     address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
     port = world.bcast(_free_port() if world.rank == 0 else None)
     distributed.init_process_group("nccl", init_method=f"tcp://{address}:{port}", rank=world.rank,
-                                   world_size=world.size, timeout=TIMEOUT, device_id=device)  # fmt: skip
+                                   world_size=world.size, timeout=TIMEOUT, device_id=device)
     yield
     distributed.destroy_process_group()
 
@@ -97,7 +97,7 @@ class Kernels:
             "cu_seqlens_q": query_begins, "seqused_q": num_queries, "max_seqlen_q": int(step.num_queries.max()),
             "cu_seqlens_k": key_begins, "seqused_k": num_keys, "max_seqlen_k": int(step.num_keys.max()),
             "causal": True,
-        }  # fmt: skip
+        }
         self._forward = partial(interface._flash_attn_fwd, return_lse=True, **layout)
         self._backward = partial(interface._flash_attn_bwd, **layout)
 

@@ -118,7 +118,7 @@ class Layer:
         return {
             "method": self.method.cp_comm_type, "sharding": self.method.sharding,
             "head_groups": str(len(self.attention._groups(self.plan))), "keep_keys": "yes" if keeps else "no",
-        }  # fmt: skip
+        }
 
     def received(self) -> Both:
         """Count the bytes from other ranks in one forward and one backward."""
@@ -247,9 +247,9 @@ def within_capacity(layer: Layer, graphs: Graphs) -> Layer:
     messages, keys, early_queries, early_keys = needed_capacity(layer.plan.sharding, [layer.plan.mask])
     assert early_keys is not None
     capacity = BalancedCapacity(messages + messages // 8, keys + keys // 8, early_queries - early_queries // 8,
-                                early_keys + early_keys // 8)  # fmt: skip
+                                early_keys + early_keys // 8)
     pack = StaticPack(graphs, [layer.attention], layer.batch.total_rows, capacity, like=layer.batch,
-                      finite_padding=True)  # fmt: skip
+                      finite_padding=True)
     pack.load([layer.batch])
     made = copy(layer)
     (made.plan,) = pack.plans()

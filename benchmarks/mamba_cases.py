@@ -50,13 +50,13 @@ class MixerCase(Pack):
             "case": self.name, "heads": str(self.heads), "head_dim": str(self.head_dim),
             "state_dim": str(self.state_dim), "groups": str(self.groups), "dtype": np.dtype(self.dtype).name,
             "total_tokens": str(self.total_tokens), "num_seqs": str(len(self.lengths)),
-        }  # fmt: skip
+        }
 
     def mixer(self, comm: thdattn.comm.Comm, engine: str) -> thdattn.Mamba2Mixer:
         return thdattn.Mamba2Mixer(
             comm, self.heads, self.head_dim, self.state_dim, self.groups, self.conv_width, self.dtype, engine,
             norm=self.norm, norm_eps=NORM_EPS,
-        )  # fmt: skip
+        )
 
     def least_bytes(self, direction: str) -> int:
         """Count the bytes of inputs and outputs, with or without the convolution.
@@ -70,7 +70,7 @@ class MixerCase(Pack):
         """Return the first rows of the case, of which float64 computes all pairs in milliseconds."""
         begins = np.cumsum([0, *self.lengths])
         lengths = tuple(min(length, SMALL_ROWS - int(begin))
-                        for begin, length in zip(begins, self.lengths, strict=False) if begin < SMALL_ROWS)  # fmt: skip
+                        for begin, length in zip(begins, self.lengths, strict=False) if begin < SMALL_ROWS)
         return replace(self, lengths=lengths)
 
 

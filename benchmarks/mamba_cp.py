@@ -81,7 +81,7 @@ def columns_of(case: MixerCase, size: int, rank: int) -> list[Range]:
     width, heads = part.groups * case.state_dim, part.heads
     first_group = rank * case.groups // size
     begins = [0, shape.d_inner, 2 * shape.d_inner, 2 * shape.d_inner + case.groups * case.state_dim,
-              shape.d_inner + shape.channels]  # fmt: skip
+              shape.d_inner + shape.channels]
     own = [(rank * heads * case.head_dim, heads * case.head_dim)] * 2
     own += [(first_group * case.state_dim, width)] * 2 + [(rank * heads, heads)]
     return [(begin + at, begin + at + count) for begin, (at, count) in zip(begins, own, strict=True)]
@@ -131,7 +131,7 @@ class AllToAll:
     def forward(self) -> None:
         cat = self._torch.cat
         send = cat([cat([self._zxbcdt[:, begin:end] for begin, end in columns_of(self.case, self._size, rank)], dim=1)
-                    for rank in range(self._size)])  # fmt: skip
+                    for rank in range(self._size)])
         self._exchange(self._heads.leaves[0].data[0], send)
         self._heads.forward()
         self.out = self._by_row(self._heads.out.detach()[0])

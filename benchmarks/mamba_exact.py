@@ -60,7 +60,7 @@ def _each_sequence(case: MixerCase, inputs: MixerInputs, of_rows: Any, xp: Any) 
         for begin, end in pairwise(np.cumsum([0, *case.lengths]).tolist())
     ]
     results = {name: xp.concatenate([part[name] for part in parts]) if name in OF_ROWS
-               else sum(part[name] for part in parts) for name in parts[0]}  # fmt: skip
+               else sum(part[name] for part in parts) for name in parts[0]}
     return {name: x if isinstance(x, np.ndarray) else x.get() for name, x in results.items()}
 
 
@@ -115,7 +115,7 @@ def _scan(case: MixerCase, rows: MixerInputs, channels: Any, xp: Any) -> Results
         "dA_log": rates * (dt * da).sum(axis=1),
         "dD": (dy * x).sum(axis=(1, 2)),
         "ddt_bias": draw.sum(axis=0),
-    }  # fmt: skip
+    }
 
 
 def _sigmoid(x: Any, xp: Any) -> Any:

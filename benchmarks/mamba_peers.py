@@ -182,7 +182,7 @@ class MambaSsmScan(TorchPeer):
 
         norm = self.case.norm == "before_gate"
         flat = rmsnorm_fn(y.flatten(2), *of_norm, None, z=z.flatten(2), eps=NORM_EPS,
-                          group_size=self.case.shape.d_inner // self.case.groups, norm_before_gate=norm)  # fmt: skip
+                          group_size=self.case.shape.d_inner // self.case.groups, norm_before_gate=norm)
         return flat.view_as(y)
 
     def results(self) -> Sequence[Any]:
@@ -225,7 +225,7 @@ class MambaSsmMixer(TorchPeer):
         norm = dict(zip(["rmsnorm_weight"], of_norm, strict=False))
         return self.mixer(zxbcdt, weight, bias, dt_bias, rates, d, CHUNK, seq_idx=self.labels, headdim=case.head_dim,
                           ngroups=case.groups, rmsnorm_eps=NORM_EPS, norm_before_gate=case.norm == "before_gate",
-                          **norm)  # fmt: skip
+                          **norm)
 
     def results(self) -> Sequence[Any]:
         out, *grads = super().results()
@@ -259,7 +259,7 @@ class FlaConvolution:
         dx, dweight, dbias, *_ = self._fla.causal_conv1d_bwd(
             x=x.transpose(1, 2), dy=dout.transpose(1, 2), dht=None, weight=weight, bias=bias, activation="silu",
             **self._pack,
-        )  # fmt: skip
+        )
         return dx.transpose(1, 2), dweight, dbias
 
 

@@ -84,13 +84,13 @@ def page(gpu: str, found: Records) -> str:
     parts = [f"# {name}", wrapped(
         "All measurements on this GPU, written by `benchmarks/pages.py` from the CSV files beside it, which have the "
         "command, date, spread and number of samples of each row. [How to measure, and what the names of packs "
-        "mean](../README.md)."), pictures(gpu, found, "")]  # fmt: skip
+        "mean](../README.md)."), pictures(gpu, found, "")]
     for kind in (kind for kind in SECTIONS if kind in found):
         section, file = SECTIONS[kind], f"{kind}_{gpu}.csv"
         parts.append(f"## {section.title}")
         parts += [text if text.startswith("|") else wrapped(text) for text in section.tables(found[kind])]
         parts.append(wrapped(f"<sub>[{section.program}](../{section.program.split()[0]}), [all rows]({file}): "
-                             f"{tables.software(found[kind])}.</sub>"))  # fmt: skip
+                             f"{tables.software(found[kind])}.</sub>"))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -127,7 +127,7 @@ def tested() -> str:
     gpus, drivers = ({entry[name] for entry in entries} for name in ("gpu", "driver"))
     cuda = {str(int(entry["cuda_runtime"]) // 1000) for entry in entries}
     return wrapped(f"[GPU tests](results/gpu_tests.json) ran on {', '.join(sorted(gpus))} with CUDA "
-                   f"{', '.join(sorted(cuda))} and driver {', '.join(sorted(drivers))}.")  # fmt: skip
+                   f"{', '.join(sorted(cuda))} and driver {', '.join(sorted(drivers))}.")
 
 
 # --- the table of speeds -----------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def speeds(gpu: str, found: Records, folder: str, picture: str | None = None) ->
     lines = [*one_gpu(found), *several_gpus(found), *others(found)]
     said = (f"{name}, bfloat16, forward / backward of one layer; TFLOP/s count visible pairs of tokens alone. "
             f"The third column names the fastest other implementation of each direction, or thdattn without graphs. "
-            f"[All packs, errors and conditions]({folder}{gpu}.md).")  # fmt: skip
+            f"[All packs, errors and conditions]({folder}{gpu}.md).")
     head = ["workload", "thdattn", "compared with", "times as fast"]
     return "\n\n".join([table(head, lines), wrapped(said), pictures(gpu, found, folder, picture)])
 
@@ -172,18 +172,18 @@ def several_gpus(found: Records) -> Iterator[list[str]]:
         for peer in peers:
             ours, theirs = (times.both("tflops", case, name, "called") for name in (way, peer))
             yield [f"2 GPUs: {documents(cp_cases(2)[case])}", f"{pair(ours)} TFLOP/s per GPU", tables.named(peer),
-                   pair(map(float.__truediv__, ours, theirs))]  # fmt: skip
+                   pair(map(float.__truediv__, ours, theirs))]
 
 
 def others(found: Records) -> Iterator[list[str]]:
     """Yield a line each of graphs, of training and of mixers, where they were measured."""
     layers = {row["way"]: float(row["ms"]) for row in found.get("graphs", ())
-              if (row["ranks"], row["case"], row["heads"], row["kv_heads"]) == ("2", "64x128", "8", "8")}  # fmt: skip
+              if (row["ranks"], row["case"], row["heads"], row["kv_heads"]) == ("2", "64x128", "8", "8")}
     if layers:
         eager = min(layers["eager"], layers["eager_static"])
         yield ["2 GPUs, one CUDA graph: 64 documents of 128 tokens, 8 heads of 128",
                f"{tables.number(layers['full_iteration'])} ms, forward + backward", "thdattn without graphs",
-               f"{eager / layers['full_iteration']:.2f}"]  # fmt: skip
+               f"{eager / layers['full_iteration']:.2f}"]
     steps: dict[str, int] = {}  # the fastest of each kind of graph, whatever the sharding
     for row in found.get("bytelm", ()):
         if (row["size"], row["ranks"], row["tokens"]) == ("small", "1", "2048"):
@@ -192,12 +192,12 @@ def others(found: Records) -> Iterator[list[str]]:
     if steps:
         yield ["Training of 24 million weights, 2,048 tokens a step, one CUDA graph a step",
                f"{steps['full_iteration']:,} tokens/s", "thdattn without graphs",
-               f"{steps['full_iteration'] / steps['none']:.2f}"]  # fmt: skip
+               f"{steps['full_iteration'] / steps['none']:.2f}"]
     mixers = Times(row for row in found.get("mamba", ()) if (row["part"], row["ranks"]) == ("mixer", "1"))
     if "1x16384" in mixers.cases:
         ours, theirs = (mixers.both("ms", "1x16384", peer, "graph") for peer in (OURS, "mamba_ssm"))
         yield ["Mamba-2 mixer, 64 heads of 64: 16,384 tokens", f"{pair(ours)} ms", "mamba_ssm",
-               pair(map(float.__truediv__, theirs, ours))]  # fmt: skip
+               pair(map(float.__truediv__, theirs, ours))]
 
 
 def documents(case: Case) -> str:
@@ -246,18 +246,18 @@ def charts(gpu: str, found: Records) -> Iterator[Chart]:
     for question, said, cases in (
         ("long", "Packs of long documents", ("bucket32k", "doc128k-gqa", "1x16384-gqa", "1x16384-d64")),
         ("short", "Packs of short documents", ("16x1024", "64x256", "4x1024", "lognormal64k")),
-    ):  # fmt: skip
+    ):
         bars = {label(CASES[case]): (together(case, OURS), together(case, "fa4")) for case in cases
-                if case in attention.cases}  # fmt: skip
+                if case in attention.cases}
         yield Chart(RESULTS / f"{gpu}_{question}.png", f"{said}, one {name}: TFLOP/s, forward and backward",
-                    ("thdattn", tables.named("fa4")), bars)  # fmt: skip
+                    ("thdattn", tables.named("fa4")), bars)
     if several:
         (peer,) = tables.cp_peers(several)
         bars = {label(cp_cases(2)[case]): (tables.speed(several, case, fastest_way(several, case)),
                                            tables.speed(several, case, peer))
-                for case in ("bucket32k", "lognormal128k", "documents16k", "8x1024")}  # fmt: skip
+                for case in ("bucket32k", "lognormal128k", "documents16k", "8x1024")}
         yield Chart(RESULTS / f"{gpu}_several.png", f"One pack over two {name}: TFLOP/s per GPU, forward and backward",
-                    ("thdattn", tables.named(peer)), bars)  # fmt: skip
+                    ("thdattn", tables.named(peer)), bars)
 
 
 def label(case: Case) -> str:

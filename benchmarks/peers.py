@@ -314,7 +314,7 @@ class FlashAttention4(TorchAttention):
         out, _ = self.attention(
             q, k, v, cu_seqlens_q=self.cu_seqlens, cu_seqlens_k=self.cu_seqlens_k, max_seqlen_q=self.longest,
             max_seqlen_k=self.longest_keys, causal=self.case.causal, window_size=self.window,
-        )  # fmt: skip
+        )
         return out
 
 
@@ -441,7 +441,7 @@ class Flex(TorchPeer):
         self.leaves = [x.detach().contiguous().requires_grad_() for x in views]  # copied on the peer's stream
         self.dout = dout.contiguous()
         begin, end = (torch.from_numpy(x.copy()).to(dout.device)
-                      for x in (case.plan.key_ranges[:, 0], case.plan.query_ranges[:, 1]))  # fmt: skip
+                      for x in (case.plan.key_ranges[:, 0], case.plan.query_ranges[:, 1]))
 
         def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
             return (begin[query] <= key) & (key <= query) & (query < end[key])
@@ -485,7 +485,7 @@ PEERS: dict[str, type[Peer]] = {
     "ours": Ours, "deterministic": with_options(deterministic=True), "gpu_lengths": GpuLengths, "portable": Portable,
     "portable-deterministic": with_options(Portable, deterministic=True), "fa4": FlashAttention4, "varlen": TorchVarlen,
     "cudnn": TorchCudnn,
-}  # fmt: skip
+}
 DENSE: dict[str, type[Peer]] = {"ours": Ours, "cudnn": TorchCudnn, "flash": TorchFlash, "fa4": DenseFlash4}
 LOGITS: dict[str, type[Peer]] = {
     "ours": Ours, "sinks": with_options(sinks=True), "softcap": with_options(softcap=50.0),

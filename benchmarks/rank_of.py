@@ -76,7 +76,7 @@ class Exchanging(Comm):
         wanted = self._wanted_by_other([array.nbytes for array, _ in recvs], sizes)
         own = [array for array, _ in sends]
         given = [own[i] if i < len(own) and own[i].nbytes == num_bytes else self._anything(num_bytes)
-                 for i, num_bytes in enumerate(wanted)]  # fmt: skip
+                 for i, num_bytes in enumerate(wanted)]
         received = [int(np.asarray(sizes)[:, rank].sum()) for rank in self.ranks]
         return self.real.exchange([(array, other) for array in given], [(array, other) for array, _ in recvs],
                                   np.array([[0, received[1]], [received[0], 0]]))

@@ -147,7 +147,7 @@ def timed(samples: Sequence[float], flops: float | None = None) -> Row:
     return {
         "ms": f"{ms:.5f}", "ms_p10": f"{low:.5f}", "ms_p90": f"{high:.5f}", "samples": str(len(samples)),
         "tflops": f"{flops / ms / 1e9:.2f}" if flops else "",
-    }  # fmt: skip
+    }
 
 
 class Times:

@@ -76,7 +76,7 @@ def global_batch(groups: int, micro_batches: int, seed: int) -> GlobalBatch:
     pieces = [piece for length in drawn for piece in (*[PACK_TOKENS] * (length // PACK_TOKENS), length % PACK_TOKENS)
               if piece]
     packs = [pack for pack, _ in zip(first_fit(enumerate(pieces), lambda piece: piece[1], PACK_TOKENS), range(total),
-                                     strict=False)]  # fmt: skip
+                                     strict=False)]
     ends = np.cumsum([len(pack) for pack in packs]).tolist()
     numbers = [list(range(end - len(pack), end)) for pack, end in zip(packs, ends, strict=True)]
     lengths = np.array([length for pack in packs for _, length in pack])

@@ -19,7 +19,7 @@ from thdattn.methods.select import SHARDINGS
 
 NAMES = {"ours": "thdattn", "fa4": "FlashAttention-4", "varlen": "FlashAttention-2", "cudnn": "cuDNN",
          "te+fa4": "Transformer Engine's schedule on FA4", "flex": "FlexAttention",
-         ALONE: "attention alone"}  # fmt: skip
+         ALONE: "attention alone"}
 LOGITS = {"sinks": "sinks", "softcap": "softcap 50", "both": "sinks and softcap 50", "low": "softcap 5"}
 PACKS = "causal", "unrolled"  # that bench_trees.py compares trees with
 RESULTS = ("out", "dq", "dk", "dv")
@@ -70,7 +70,7 @@ def software(rows: Sequence[Row]) -> str:
         ("driver", "driver"), ("CUDA", "cuda"), ("kernel sources", "kernel_sources"), ("example", "example_sources"))}
     versions = dict.fromkeys(f"{named(row['peer'])} {row['peer_version']}" for row in rows
                              if row.get("peer_version") and row["peer"] not in (*PARTS, *OWN, *PACKS)
-                             and not row["peer"].startswith(OURS))  # fmt: skip
+                             and not row["peer"].startswith(OURS))
     days = sorted({row["date"][:10] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return "; ".join([when, *(f"{name} {', '.join(each)}" for name, each in found.items() if each), *versions])
@@ -89,13 +89,13 @@ def attention(rows: Sequence[Row]) -> list[str]:
         [case, heads(known[case]), *(speed_and_error(times, case, peer) for peer in peers),
          versus(times, case, "graph")[0], spread(times, case)]
         for case in times.cases if measured(times, case, "graph")
-    ]  # fmt: skip
+    ]
     calls = [
         [case, *(pair(times.both("tflops", case, peer, "called")) for peer in peers), versus(times, case, "called")[0],
          *(number(1e3 * times.value("ms", case, OURS, what, "host"))
            for what in ("forward", "varlen_attention", "plan"))]
         for case in times.cases if measured(times, case, "called")
-    ]  # fmt: skip
+    ]
     options = [OURS, *(peer for peer in OWN if peer in times.peers and peer not in PORTABLE_OWN)]
     names = [named(peer) for peer in peers]
     return described([
@@ -113,13 +113,13 @@ def attention(rows: Sequence[Row]) -> list[str]:
          table(["pack", *PORTABLE_OWN], side_by_side(times, PORTABLE_OWN))),
         ("Two seconds without rest, and rested: TFLOP/s of forward and backward together.",
          table(["pack", *names], sustained(times, peers))),
-    ])  # fmt: skip
+    ])
 
 
 def side_by_side(times: Times, peers: Sequence[str]) -> Lines:
     """Return lines with the speeds of peers where one but the first was measured."""
     return [[case, *(pair(times.both("tflops", case, peer, "graph")) for peer in peers)] for case in times.cases
-            if any(measured(times, case, "graph", peer) for peer in peers[1:])]  # fmt: skip
+            if any(measured(times, case, "graph", peer) for peer in peers[1:])]
 
 
 def portable(times: Times) -> Lines:
@@ -185,7 +185,7 @@ def sustained(times: Times, peers: Sequence[str]) -> Lines:
         return pair([times.value("tflops", case, peer, "both", "sustained"), rested])
 
     return [[case, *(cell(case, peer) for peer in peers)] for case in times.cases
-            if times.text("tflops", case, OURS, "both", "sustained")]  # fmt: skip
+            if times.text("tflops", case, OURS, "both", "sustained")]
 
 
 def logits(rows: Sequence[Row]) -> list[str]:
@@ -196,7 +196,7 @@ def logits(rows: Sequence[Row]) -> list[str]:
     return described([
         *logits_over(times, OURS, "Time over that of attention with neither, forward / backward, of calls."),
         *logits_over(times, PORTABLE, f"{ELSEWHERE}: time over that with neither, forward / backward, of calls."),
-    ])  # fmt: skip
+    ])
 
 
 def logits_over(times: Times, plain: str, said: str) -> list[tuple[str, str]]:
@@ -206,9 +206,9 @@ def logits_over(times: Times, plain: str, said: str) -> list[tuple[str, str]]:
     cases = [case for case in times.cases if names and measured(times, case, "called", plain)]
     ratios = [[case, *(pair(map(float.__truediv__, times.both("ms", case, peer, "called"),
                                 times.both("ms", case, plain, "called"))) for peer in names)]
-              for case in cases]  # fmt: skip
+              for case in cases]
     errors = [[case, said_of, *(number(1e3 * times.value("rms", case, peer, name, ERRORS)) for name in RESULTS)]
-              for case in cases for peer, said_of in {plain: "neither", **names}.items()]  # fmt: skip
+              for case in cases for peer, said_of in {plain: "neither", **names}.items()]
     return [(said, table(["pack", *names.values()], ratios)),
             ("Relative RMS error against float64, in thousandths.", table(["pack", "", *RESULTS], errors))]
 
@@ -227,9 +227,9 @@ def dense(rows: Sequence[Row]) -> list[str]:
         theirs = batch[best]
         ratios = [mine / other for mine, other in zip([*ours, sum(ours)], [*theirs, sum(theirs)], strict=True)]
         lines.append([f"{int(known[case]['total_tokens']):,}", known[case]["num_seqs"], pair(ours), pair(theirs),
-                      named(best), pair(ratios)])  # fmt: skip
+                      named(best), pair(ratios)])
     said = ("Milliseconds, forward / backward, on the GPU alone. The dense batch has equal lengths, no offsets, and "
-            "its fastest kernels; a ratio above 1 says that the pack takes longer.")  # fmt: skip
+            "its fastest kernels; a ratio above 1 says that the pack takes longer.")
     head = ["tokens", "sequences", "pack, ms", "dense, ms", "dense by", "pack / dense: forward / backward / both"]
     return described([(said, table(head, lines))])
 
@@ -242,7 +242,7 @@ def reorder(rows: Sequence[Row]) -> list[str]:
         move = row["case"], row["cp_size"], f"{row['direction'].replace('_', ' ')}, {row['dtype']}"
         found.setdefault(move, {})[row["peer"]] = float(row["gb_per_s"])
     lines = [[*move, *(number(rates.get(way, math.nan)) for way in ways), ratio(rates[OURS] / rates["copy"])]
-             for move, rates in found.items()]  # fmt: skip
+             for move, rates in found.items()]
     return described([("GB/s, read and written bytes together.",
                        table(["pack", "ranks", "direction", *ways.values(), "thd_reorder / copy"], lines))])
 
@@ -278,9 +278,9 @@ def context_parallel(rows: Sequence[Row]) -> list[str]:
         cases = [case for case in times.cases if any(speed(times, case, way) > 0 for way in ways)]
         beside = [name for name in (ONE, ALONE) if any(speed(times, case, name) > 0 for case in cases)]
         found = [[case, *(fastest(times, case, way, ways) for way in ways),
-                  *(number(speed(times, case, name)) for name in beside)] for case in cases]  # fmt: skip
+                  *(number(speed(times, case, name)) for name in beside)] for case in cases]
         costs = [cost(times, case, way) for case in cases for way in (*own(times), *cp_peers(times))
-                 if speed(times, case, way) > 0]  # fmt: skip
+                 if speed(times, case, way) > 0]
         parts += [(f"**{ranks}**: TFLOP/s per GPU, forward and backward, of one call after the other. Bold are the "
                    f"fastest and what is within 2 % of it.",
                    table([str(ranks), *map(way_name, ways), *map(named, beside)], found)),
@@ -292,12 +292,12 @@ def context_parallel(rows: Sequence[Row]) -> list[str]:
                    f"once.", table([
                       str(ranks), "groups of heads", "layer", "attention alone", "exchange alone", "attention / layer",
                       "layer / the longer one", "attention beside the exchange / alone"],
-                      overlaps(times)))]  # fmt: skip
+                      overlaps(times)))]
     lines = [[str(ranks), case, way_name(way), *(number(1e3 * times.value("rms", case, way, name, ERRORS))
                                                  for name in RESULTS)]
              for ranks, times in runs(rows).items() for case in times.cases
              for way in (*methods(times), *cp_peers(times))
-             if times.text("rms", case, way, RESULTS[0], ERRORS)]  # fmt: skip
+             if times.text("rms", case, way, RESULTS[0], ERRORS)]
     parts.append(("Relative RMS error against float64, in thousandths.", table(["", "pack", "way", *RESULTS], lines)))
     return described(parts)
 
@@ -349,7 +349,7 @@ def cost(times: Times, case: str, way: str) -> list[str]:
         number(times.value("tflops", case, way, "both", "graph")), *map(number, host),
         number(times.value("received_bytes", case, way, "both", "called") / 2**20),
         times.text("memory_gib", case, way, "both", "called") or "-",
-    ]  # fmt: skip
+    ]
 
 
 def overlaps(times: Times) -> Lines:
@@ -361,7 +361,7 @@ def overlaps(times: Times) -> Lines:
         if method(times, case, way) == USUAL and layer > 0 < exchange:
             lines.append([case, times.text("head_groups", case, way, "both", "called"),
                           *map(number, (layer, alone, exchange)),
-                          *map(ratio, (alone / layer, layer / max(alone, exchange), beside / alone))])  # fmt: skip
+                          *map(ratio, (alone / layer, layer / max(alone, exchange), beside / alone))])
     return lines
 
 
@@ -372,18 +372,18 @@ def trees(rows: Sequence[Row]) -> list[str]:
     """Make the tables of bench_trees.py: trees beside other packs on one GPU, then over several GPUs."""
     one = Times(row for row in rows if row["ranks"] == "1")
     groups = {key: Times(row for row in rows if (row["ranks"], row["transport"]) == key)
-              for key in sorted({(row["ranks"], row["transport"]) for row in rows if row["ranks"] != "1"})}  # fmt: skip
+              for key in sorted({(row["ranks"], row["transport"]) for row in rows if row["ranks"] != "1"})}
     lines = [[case, *(number(over(one, case, column, "unrolled")) for column in ("total_tokens", "pairs")),
               speed_and_error(one, case, OURS, "called"), pair(one.both("tflops", case, "causal", "called")),
               ratios(one, case, "causal", "pairs"), ratios(one, case, "causal", "tiles"),
-              *(ratios(one, case, peer) for peer in ("unrolled", "flex"))] for case in one.cases]  # fmt: skip
+              *(ratios(one, case, peer) for peer in ("unrolled", "flex"))] for case in one.cases]
     head = ["trees", "rows saved", "pairs saved", "thdattn, TFLOP/s", "causal pack, TFLOP/s", "over it, by pairs",
-            "over it, by tiles", "times as fast as unrolled", "as FlexAttention"]  # fmt: skip
+            "over it, by tiles", "times as fast as unrolled", "as FlexAttention"]
     several = [[f"{ranks} GPUs, {transport}", case, speed_and_error(times, case, OURS, "called"),
                 number(speed(times, case, OURS)), number(speed(times, case, ONE)),
                 ratio(speed(times, case, OURS) / speed(times, case, ONE)),
                 times.text("work", case, OURS, "both", "called")]
-               for (ranks, transport), times in groups.items() for case in times.cases]  # fmt: skip
+               for (ranks, transport), times in groups.items() for case in times.cases]
     return described([
         ("Prefix trees, forward / backward, of calls. In parentheses: the largest relative RMS error against float64, "
          "in thousandths. Saved: rows and visible pairs of the unrolled paths over those of the trees. The causal pack "
@@ -391,7 +391,7 @@ def trees(rows: Sequence[Row]) -> list[str]:
         ("Prefix trees over several GPUs (all_gather:balanced): TFLOP/s per GPU of calls. Work: pairs of the busiest "
          "rank over the mean.",
          table(["", "trees", "forward / backward", "both", ONE, "over one GPU", "work"], several)),
-    ])  # fmt: skip
+    ])
 
 
 def over(times: Times, case: str, column: str, peer: str, way: str = "both") -> float:
@@ -420,26 +420,26 @@ def mixers(rows: Sequence[Row]) -> list[str]:
     for (part, ranks), found in groups.items():
         times, timing = Times(found), "graph" if ranks == "1" else "called"
         peers = [peer for peer in (OURS, *times.peers)
-                 if peer not in OWN and any(measured(times, x, timing, peer) for x in times.cases)]  # fmt: skip
+                 if peer not in OWN and any(measured(times, x, timing, peer) for x in times.cases)]
         lines = [[case, *(pair(times.both("ms", case, peer, timing)) for peer in peers), floor(times, case, timing),
                   *(pair(map(float.__truediv__, times.both("ms", case, peer, timing),
                              times.both("ms", case, OURS, timing))) for peer in peers[1:])]
-                 for case in times.cases if measured(times, case, timing)]  # fmt: skip
+                 for case in times.cases if measured(times, case, timing)]
         where = "one GPU, on the GPU alone" if ranks == "1" else f"{ranks} GPUs, calls one after the other"
         parts.append((f"The {part} on {where}: milliseconds, forward / backward.",
                       table([part, *map(named, peers), "memory floor, ms", *(f"{named(peer)} / thdattn"
                                                                              for peer in peers[1:])], lines)))
     parts += [(f"{ELSEWHERE}, in the {part}, on the GPU alone: milliseconds, forward / backward.",
                table([part, PORTABLE, named("mamba_ssm"), "mamba_ssm / portable"], portable_mixers(Times(found))))
-              for (part, _), found in groups.items()]  # fmt: skip
+              for (part, _), found in groups.items()]
     for (part, _), found in groups.items():
         times = Times(found)
         names = [*dict.fromkeys(row["direction"] for row in found if row["timing"] == ERRORS)]
         lines = [[case, named(peer), *(number(1e3 * times.value("rms", case, peer, name, ERRORS)) for name in names)]
                  for case in times.cases for peer in (OURS, *times.peers)
-                 if names and times.text("rms", case, peer, names[0], ERRORS)]  # fmt: skip
+                 if names and times.text("rms", case, peer, names[0], ERRORS)]
         parts.append((f"The {part}: relative RMS error against float64 over the first 2,048 rows, in thousandths.",
-                      table(["pack", "", *names], lines)))  # fmt: skip
+                      table(["pack", "", *names], lines)))
     return described(parts)
 
 
@@ -461,27 +461,27 @@ def floor(times: Times, case: str, timing: str) -> str:
 def graphs(rows: Sequence[Row]) -> list[str]:
     """Make the tables of bench_graphs.py: layers called kernel by kernel and as graphs; then costs of empty slots."""
     ways = {"eager_static": "kernel by kernel, ms", "local": "a graph per direction, ms",
-            "full_iteration": "one graph, ms"}  # fmt: skip
+            "full_iteration": "one graph, ms"}
     found: dict[tuple[str, ...], dict[str, float]] = {}
     slots: dict[str, dict[str, float]] = {}
     for row in rows:
         layer = (row["case"], f"{row['heads']} of a mixer" if row["kv_heads"] == "mixer" else
-                 f"{row['heads']}/{row['kv_heads']}", row["ranks"])  # fmt: skip
+                 f"{row['heads']}/{row['kv_heads']}", row["ranks"])
         if row["way"] in ways:
             found.setdefault(layer, {})[row["way"]] = float(row["ms"])
         if row["way"].endswith("_slots") or row["way"] == "exact":
             slots.setdefault(row["ranks"], {})[row["way"].removesuffix("_slots")] = float(row["ms"])
     lines = [[*layer, *(number(ms.get(way, math.nan)) for way in ways),
               ratio(ms["eager_static"] / min(ms[way] for way in ms if way != "eager_static"))]
-             for layer, ms in found.items()]  # fmt: skip
+             for layer, ms in found.items()]
     unused = [[gpus, number_of, number(ms[number_of]), f"{ms[number_of] / ms['exact']:.2f}"]
-              for gpus, ms in slots.items() for number_of in ms if "exact" in ms]  # fmt: skip
+              for gpus, ms in slots.items() for number_of in ms if "exact" in ms]
     return described([
         ("One layer, forward and backward, in packs whose lengths only the GPU knows. A mixer has 64 heads of 64 "
          "columns, with states of 128.", table(["pack", "heads", "GPUs", *ways.values(), "times as fast"], lines)),
         ("16 documents of 1,024 tokens in one graph with slots for more documents, and with a plan of the exact size.",
          table(["GPUs", "slots", "ms", "over exact"], unused)),
-    ])  # fmt: skip
+    ])
 
 
 def decode(rows: Sequence[Row]) -> list[str]:
@@ -489,15 +489,15 @@ def decode(rows: Sequence[Row]) -> list[str]:
     ways = {"eager": "kernel by kernel", "layer": "a graph per layer", "block": "one graph"}
     rates = {(row["what"], row["texts"], row["way"]): float(row["bytes_per_s"]) for row in rows if row["bytes_per_s"]}
     models = [[size, texts, *(number(rates.get((size, texts, way), math.nan)) for way in ways)]
-              for size, texts in dict.fromkeys((size, texts) for size, texts, _ in rates)]  # fmt: skip
+              for size, texts in dict.fromkeys((size, texts) for size, texts, _ in rates)]
     kernels = [[row["what"], row["texts"], row["bytes"], f"{1e3 * float(row['ms']):.1f}", row["gb_per_s"],
-                row["copy_gb_per_s"]] for row in rows if row["gb_per_s"]]  # fmt: skip
+                row["copy_gb_per_s"]] for row in rows if row["gb_per_s"]]
     return described([
         ("Bytes per second that the language model writes, all texts together, each behind 2,000 bytes.",
          table(["model", "texts", *ways.values()], models)),
         ("One kernel for a new row, the same on all GPUs, and a plain copy of as many bytes as it reads.",
          table(["kernel", "texts", "bytes of each", "µs", "GB/s", "GB/s of a copy"], kernels)),
-    ])  # fmt: skip
+    ])
 
 
 # --- training steps ----------------------------------------------------------------------------------------------
@@ -515,17 +515,17 @@ def training(rows: Iterable[Row]) -> list[str]:
         f"{int(row['tokens_per_s']):,}", percent(row["mfu"], 0), of_one_gpu(row, usual),
         number(float(row["attention_tflops"] or "nan")), percent(row["padding"]),
         row["date"][:10],
-    ] for row in usual]  # fmt: skip
+    ] for row in usual]
     head = ["model, weights", "GPUs", "tokens per step", "CUDA graphs", "ms per step", "p10 to p90, ms", "tokens/s",
-            "MFU", "over one GPU", "attention, TFLOP/s per GPU", "padding", "measured"]  # fmt: skip
+            "MFU", "over one GPU", "attention, TFLOP/s per GPU", "padding", "measured"]
     slots = ["model", "GPUs", "tokens per step", "CUDA graphs", "slots", "packs with more", "mean ms per step",
-             "p10 to p90, ms", "times the least"]  # fmt: skip
+             "p10 to p90, ms", "times the least"]
     return described([
         ("Training steps of the language model on real documents, medians. MFU: share of the dense bfloat16 peak.",
          table(head, lines)),
         ("Steps by the number of slots that a graph has for documents (P90: enough for nine of ten packs); a pack with "
          "more documents runs without a graph.", table(slots, maxima(rows))),
-    ])  # fmt: skip
+    ])
 
 
 def maxima(rows: Iterable[Row]) -> Lines:
@@ -537,13 +537,13 @@ def maxima(rows: Iterable[Row]) -> Lines:
     lines = []
     for found in alike.values():
         shown = [row for row in found if row.get("ms_mean")
-                 and (row.get("maximum") or row["cuda_graph_impl"] == "none")]  # fmt: skip
+                 and (row.get("maximum") or row["cuda_graph_impl"] == "none")]
         least = min((float(row["ms_mean"]) for row in shown), default=0.0)
         lines += [[
             row["size"], gpus(row), f"{tokens_per_step(row):,}", row["cuda_graph_impl"], slots_of(row),
             percent(row.get("eager_packs") or ""), milliseconds(row["ms_mean"]),
             f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])}", f"{float(row['ms_mean']) / least:.2f}",
-        ] for row in shown if any(other.get("maximum") for other in shown)]  # fmt: skip
+        ] for row in shown if any(other.get("maximum") for other in shown)]
     return lines
 
 
@@ -561,13 +561,13 @@ def millions(row: Row) -> str:
 def place(row: Row) -> tuple[object, ...]:
     """Return the key that sorts steps: small models first, few ranks first, the same step with and without graphs."""
     return (int(row["weights"]), row["size"], int(row["ranks"]), num_groups(row), tokens_per_step(row), gpus(row),
-            IMPLS.index(row["cuda_graph_impl"]))  # fmt: skip
+            IMPLS.index(row["cuda_graph_impl"]))
 
 
 def of_one_gpu(row: Row, rows: Iterable[Row]) -> str:
     """Format tokens per second and GPU over the best of one GPU with as many tokens a step; a dash without one."""
     alike = [float(other["tokens_per_s"]) for other in rows if other["ranks"] == "1"
-             and (other["size"], tokens_per_step(other)) == (row["size"], tokens_per_step(row))]  # fmt: skip
+             and (other["size"], tokens_per_step(other)) == (row["size"], tokens_per_step(row))]
     if row["ranks"] == "1" or not alike:
         return "-"
     return f"{float(row['tokens_per_s']) / int(row['ranks']) / max(alike):.2f}"

@@ -141,7 +141,7 @@ def race_in_steps(
         groups[name] = partial(_together, comm, steps, calls_per_group(ms))
     times = interleaved(groups, rounds, lambda _: nullcontext())
     return {name: [slowest(comm, column) for column in zip(*([*call, sum(call)] for call in samples), strict=True)]
-            for name, samples in times.items()}  # fmt: skip
+            for name, samples in times.items()}
 
 
 def _together(comm: thdattn.comm.Comm, steps: Sequence[Call], calls: int) -> list[list[float]]:

@@ -59,7 +59,7 @@ class Case(Pack):
         return {
             "case": self.name, "heads": str(self.heads), "kv_heads": str(self.kv_heads),
             "head_dim": str(self.head_dim), "total_tokens": str(self.total_tokens), "num_seqs": str(len(self.lengths)),
-        }  # fmt: skip
+        }
 
     @property
     def total_keys(self) -> int:
@@ -83,7 +83,7 @@ class Case(Pack):
         return thdattn.CPAttention(
             comm or thdattn.comm.init("single"), self.heads, self.head_dim, self.kv_heads, self.v_head_dim,
             causal=self.causal, window=self.window, engine=engine, **options,
-        )  # fmt: skip
+        )
 
     @cached_property
     def flops(self) -> thdattn.Flops:
@@ -103,7 +103,7 @@ class Case(Pack):
         """
         begin = np.arange(0, self.total_tokens, TILE)
         first, end = (extreme.reduceat(self.plan.key_ranges[:, side], begin)
-                      for side, extreme in enumerate((np.minimum, np.maximum)))  # fmt: skip
+                      for side, extreme in enumerate((np.minimum, np.maximum)))
         last = np.maximum.reduceat(self.plan.query_ranges[:, 1], begin)
         return int(((first[:, None] < begin + TILE) & (begin < end[:, None]) & (begin[:, None] < last)).sum())
 
@@ -236,7 +236,7 @@ def _cases() -> tuple[Case, ...]:
 
 
 EQUAL = {f"{number}x{tokens // number}-gqa": (tokens // number,) * number
-         for tokens in (8_192, 32_768) for number in (1, 4, 8)}  # fmt: skip
+         for tokens in (8_192, 32_768) for number in (1, 4, 8)}
 CASES = {case.name: case for case in _cases()}
 
 
@@ -288,4 +288,4 @@ TREES = {name: drawn_trees(name, *shape) for name, shape in {
     "prompt1k-8x1k": (1_024, 8, 1, 1_024), "prompt4k-16x512": (4_096, 16, 1, 512),
     "prompt512-4x3x256": (512, 3, 4, 256), "prompt16k-8x2k": (16_384, 8, 1, 2_048),
     "prompt1k-1x1k": (1_024, 1, 1, 1_024),
-}.items()}  # fmt: skip
+}.items()}

@@ -87,7 +87,7 @@ def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
         attn = thdattn.CPAttention(
             comm, args.heads, args.head_dim, args.kv_heads, causal=not args.full,
             window=(args.window, args.window if args.full else 0),
-        )  # fmt: skip
+        )
     plan = attn.plan(batch, sharding=args.sharding)
     this = Run(args, comm, attn, plan, importlib.import_module("cupy" if attn.engine == "cuda" else "numpy"))
 
@@ -235,7 +235,7 @@ def parse_arguments() -> argparse.Namespace:
     for option, meaning in {
         "tokens": "tokens to pack", "heads": "query heads", "kv-heads": "key and value heads",
         "head-dim": "width of a head", "repeats": "timed calls after the first",
-    }.items():  # fmt: skip
+    }.items():
         key = option.replace("-", "_")
         parser.add_argument(f"--{option}", type=command_line.positive, metavar="N",
                             help=f"{meaning} (default: {cpu[key]}, on a GPU {gpu[key]})")

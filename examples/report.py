@@ -138,7 +138,7 @@ def draw(path: Path, sharding: thdattn.Sharding, attn: thdattn.CPAttention, name
     alone = thdattn.CPAttention(
         thdattn.comm.init("single"), attn.num_heads, attn.head_dim, causal=attn.causal, window=attn.window,
         engine="reference",
-    )  # fmt: skip
+    )
     plan = alone.plan(batch, "contiguous")  # of one rank: all rows, in sequence order
 
     figure = Figure(figsize=(15, 5.9), layout="constrained")

@@ -26,12 +26,12 @@ Weights = dict[str, np.ndarray]
 def init(rng: np.random.Generator) -> Weights:
     """Return the weights of the model."""
     shapes = {"embedding": (VOCABULARY, WIDTH), "position": (MOST_TOKENS, WIDTH),
-              "qkv": (WIDTH, 3 * HEADS * HEAD_DIM), "logits": (HEADS * HEAD_DIM, VOCABULARY)}  # fmt: skip
+              "qkv": (WIDTH, 3 * HEADS * HEAD_DIM), "logits": (HEADS * HEAD_DIM, VOCABULARY)}
     return {name: rng.standard_normal(shape) / np.sqrt(WIDTH) for name, shape in shapes.items()}
 
 
 def step(batch: thdattn.PackedBatch, tokens: np.ndarray, token_weights: np.ndarray, weights: Weights
-         ) -> tuple[float, Weights]:  # fmt: skip
+         ) -> tuple[float, Weights]:
     """Return the loss, the sum of -token_weights * log p(token), and its gradients.
 
     Args:
@@ -93,7 +93,7 @@ def compare() -> dict[str, float]:
         "loss error": abs(loss - wanted) / abs(wanted),
         "gradient error": max(float(np.abs(grads[name] - grad).max() / np.abs(grad).max())
                               for name, grad in wanted_grads.items()),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

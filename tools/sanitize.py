@@ -68,7 +68,7 @@ EXPLAINED = {
     **{("initcheck", kernel, "Uninitialized __global__ memory read"): "written by bulk copies"
        for kernel in ("thd_mixer_gate_bwd", "thd_ssd_chunk_states")},
     ("initcheck", "thd_attn_fwd_sm90", "Uninitialized __global__ memory read"): "order behind the last piece, unused",
-}  # fmt: skip
+}
 SECONDS, NOT_ENDED, NOT_BEGUN = 200, 124, 125  # that one program may take, and statuses of those out of time
 
 
@@ -94,7 +94,7 @@ def programs() -> list[Program]:
     """Return all programs: one for each family and head dim, the mixer's, and tests."""
     here = [sys.executable, str(Path(__file__).resolve()), "--inside"]
     groups = [*(f"{family} {head_dim} {v_head_dim}" for family in FAMILIES for head_dim, v_head_dim in TILES),
-              *(f"{family} mixer" for family in FAMILIES)]  # fmt: skip
+              *(f"{family} mixer" for family in FAMILIES)]
     pytest = f"exec {sys.executable} -m pytest -q -x -m gpu -p no:cacheprovider -p sanitize"
     tests = [Program(name, ("bash", "-c", f"{pytest} {words}")) for name, words in TESTS.items()]
     return [*(Program(group, (*here, group)) for group in groups), *tests]
@@ -106,11 +106,11 @@ def cases_of(group: str, few: bool = False) -> Iterator[FuzzCase]:
         for mixer, dtype in (((8, 64, 128, 1, 4), "bfloat16"), ((8, 128, 64, 2, 3), "float16")):
             for ranks in (1,) if few else (1, 2):
                 yield FuzzCase("mixer", ranks, sharding="contiguous", lengths=(70, 0, 140), padded=(71, 3, 140),
-                               dtype=dtype, mixer=mixer)  # fmt: skip
+                               dtype=dtype, mixer=mixer)
         return
     _, head_dim, v_head_dim = group.split()
     usual = FuzzCase(lengths=(70, 0, 129, 1), padded=(72, 0, 132, 4), slack=12, heads=(4, 2),
-                     dims=(int(head_dim), int(v_head_dim)), max_logit=True)  # fmt: skip
+                     dims=(int(head_dim), int(v_head_dim)), max_logit=True)
     shared = replace(usual, ranks=2)
     yield usual
     yield replace(usual, deterministic=True, window=(20, 0), dtype="float16")
@@ -199,7 +199,7 @@ def play(program: Program, tool: str, logs: Path, end: float) -> Outcome:
         return Outcome(Counter(), NOT_BEGUN, 0.0)
     with log.open("w") as out:
         process = subprocess.Popen([*above, *program.command, *few], stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
-                                   env=environment, start_new_session=True)  # fmt: skip
+                                   env=environment, start_new_session=True)
         try:
             status = process.wait(left)
         except subprocess.TimeoutExpired:

@@ -47,7 +47,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     about = {
         "config": asdict(checkpoint.config), "step": checkpoint.step, "position": checkpoint.position,
         "settings": checkpoint.settings, "validated": checkpoint.validated,
-    }  # fmt: skip
+    }
     arrays: dict[str, Any] = {f"optimizer.{name}": array for name, array in checkpoint.optimizer.items()}
     arrays |= {"about": json.dumps(about), "weights": checkpoint.weights}
     unfinished = folder / f"{NAME}.{os.getpid()}.unfinished"
@@ -78,7 +78,7 @@ def load(folder: Path) -> Checkpoint:
             Config(**about["config"]), about["step"], Position(*about["position"]), about["settings"],
             arrays.pop("weights"), {name.removeprefix("optimizer."): array for name, array in arrays.items()},
             about.get("validated", True),
-        )  # fmt: skip
+        )
     except (zipfile.BadZipFile, EOFError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {error}), wanted a checkpoint of this version of the "

@@ -342,7 +342,7 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
 def fingerprint(documents: Iterable[Document]) -> int:
     """Return a number that depends on the names and sizes of documents and prompts."""
     known = "\n".join(f"{document.name} {document.begin} {document.end}" + f" {document.first_counted}" * (
-        document.first_counted > 0) for document in documents)  # fmt: skip
+        document.first_counted > 0) for document in documents)
     return int.from_bytes(_hash(known)[:7], "little")
 
 

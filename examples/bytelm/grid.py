@@ -103,4 +103,4 @@ def most_neighbours(cp_size: int, config: Config) -> int:
         n for n in range(1, cp_size + 1)
         if cp_size % n == 0 and (n == cp_size or config.kv_heads % n == 0)
         and not a2a.obstacle(config.heads, config.kv_heads, n)
-    )  # fmt: skip
+    )

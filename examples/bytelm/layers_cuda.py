@@ -79,7 +79,7 @@ def _product(
         out.shape[1], out.shape[0], a.shape[0 if transpose_a else 1],
         _ONE, b.data.ptr, TYPES[b.dtype], b.shape[1], a.data.ptr, TYPES[a.dtype], a.shape[1],
         _ONE if add else _ZERO, out.data.ptr, TYPES[out.dtype], out.shape[1], COMPUTE_32F, GEMM_DEFAULT,
-    )  # fmt: skip
+    )
 
 
 @functools.cache

@@ -35,7 +35,7 @@ class Progress:
             total=total, initial=done, disable=not shown, file=sys.stderr if self._live else io.StringIO(),
             mininterval=0.5 if self._live else math.inf, bar_format=BAR if self._live else LINE,
             dynamic_ncols=terminal, ncols=None if terminal or not bar else shutil.get_terminal_size().columns,
-        )  # fmt: skip
+        )
 
     def step(self, about: str) -> None:
         """Count one more step, and show a text about it."""

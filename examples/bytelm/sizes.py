@@ -72,7 +72,7 @@ SIZES = {
     "1b": Config(layers=22, width=2048, heads=16, kv_heads=4, head_dim=128, hidden=5632, window=1024),
     "1b-hybrid": Config(layers=24, width=2048, heads=16, kv_heads=4, head_dim=128, hidden=2944, pattern="MMM*MM",
                         mixer_heads=64, state_dim=128),
-}  # fmt: skip
+}
 
 
 def weight_shapes(c: Config) -> Shapes:

@@ -148,7 +148,7 @@ class Reporter:
             step=number, loss=loss, bits_per_byte=loss * num_targets / max(num_bytes, 1) / NATS_PER_BIT, lr=result.lr,
             gradient_norm=norm, tokens_per_s=tokens_per_s, padding=padding, attention_tflops=tflops,
             mfu=flops / size / seconds / self._peak if self._peak else None, num_overflows=result.num_overflows,
-        )  # fmt: skip
+        )
         about = [f"loss {loss:.3f} nats", f"{tokens_per_s:,.0f} tokens/s"]
         if tflops is not None:
             about.append(f"attention {f'{tflops:.0f} TFLOP/s' if tflops >= 1 else f'{1e3 * tflops:.1f} GFLOP/s'}")
@@ -228,7 +228,7 @@ def begin(comm: thdattn.comm.Comm, args: argparse.Namespace) -> Run:
         if comm.rank == 0:
             check_outputs(args)
         trainer = Trainer(grid, config, args.engine, args.sharding, args.seed, args.graphs,
-                          cp_comm_type=args.cp_comm_type)  # fmt: skip
+                          cp_comm_type=args.cp_comm_type)
         reporter = Reporter(trainer, args, saved.step if saved else None)
     with command_line.together(comm):
         comm.agree("the documents", data.fingerprint(documents))
@@ -277,7 +277,7 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Listener
                 report()  # of the step before
                 step, position, unread = step + 1, batches[-1].after, result
                 must_validate, must_save = (step == args.steps or step % every == 0
-                                            for every in (args.val_every, args.save_every))  # fmt: skip
+                                            for every in (args.val_every, args.save_every))
         except Stopped:
             stopped = True
             report()
@@ -322,7 +322,7 @@ def choose_method(args: argparse.Namespace) -> None:
     args.cp_comm_type, args.sharding = args.cp_comm_type or HYBRID_METHOD, args.sharding or HYBRID_SHARDING
     one_level = [method for method in SHARDINGS if "+" not in method]
     for option, found, wanted in (("--sharding", args.sharding, [HYBRID_SHARDING]),
-                                  ("--cp-comm-type", args.cp_comm_type, one_level)):  # fmt: skip
+                                  ("--cp-comm-type", args.cp_comm_type, one_level)):
         if found not in wanted:
             raise ValueError(f"{option} is {found} and --size {args.size}, wanted {' or '.join(wanted)} with that, as "
                              f"its mixers pass states on along slices of the pack; leave {option} out, or use another "
@@ -333,11 +333,11 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --cp-comm-type, --cp-inner and --sharding."""
     add = parser.add_argument
     add("--cp-comm-type", choices=list(SHARDINGS), help="exchange keys or heads in a group by this method "
-        f"(default: all_gather; {HYBRID_METHOD} for a hybrid)")  # fmt: skip
+        f"(default: all_gather; {HYBRID_METHOD} for a hybrid)")
     add("--cp-inner", type=positive, metavar="N", help="let N neighbours exchange heads, with a method that has a + "
-        "(default: as many as heads allow)")  # fmt: skip
+        "(default: as many as heads allow)")
     add("--sharding", choices=list(STRATEGIES), help="assign rows to ranks this way (default: by --cp-comm-type; "
-        f"{HYBRID_SHARDING} for a hybrid)")  # fmt: skip
+        f"{HYBRID_SHARDING} for a hybrid)")
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -364,7 +364,7 @@ def settings_of(
         "--tokens": packing.rows, "--longest": packing.longest, "--engine": engine,
         "--data": f"{len(documents)} files, {num_bytes} bytes, fingerprint {data.fingerprint(documents):x}",
         "padding (by --sharding and --cp)": f"to multiples of {packing.multiple}",
-    }  # fmt: skip
+    }
 
 
 def saved_run(args: argparse.Namespace, settings: dict[str, Any]) -> Checkpoint | None:
@@ -384,7 +384,7 @@ def saved_run(args: argparse.Namespace, settings: dict[str, Any]) -> Checkpoint 
     different = [
         f"{name} {value} instead of {saved.settings.get(name)}"
         for name, value in settings.items() if saved.settings.get(name) != value
-    ]  # fmt: skip
+    ]
     if different:
         raise ValueError(
             f"--resume found other options than the run in {args.checkpoint} began with: {', '.join(different)}; pass "
@@ -424,13 +424,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--size", choices=list(SIZES), default="tiny", help="train a model of this size (default: tiny)")
     add("--data", type=Path, metavar="DIR", help="train on the files below it (default: Python's standard library)")
     add("--mask-prompt", action="store_true", help='read lines {"prompt": "...", "answer": "..."} of the .jsonl files '
-        "there as documents, and train on answers alone")  # fmt: skip
+        "there as documents, and train on answers alone")
     add("--steps", type=positive, metavar="N", help="train for N steps, with those of a resumed run (default: by size)")
     add("--tokens", type=whole(1, INT32_MAX), metavar="N",
         help="pack N rows per micro-batch of a group (default: by size)")
     add("--longest", type=positive, metavar="N", help="split documents longer than N (default: by size)")
     add("--accumulate", type=whole(1, INT32_MAX), default=1, metavar="N",
-        help="accumulate N micro-batches of a group per step (default: 1)")  # fmt: skip
+        help="accumulate N micro-batches of a group per step (default: 1)")
     add("--cp", type=positive, metavar="N", help="share every micro-batch among groups of N ranks (default: all ranks)")
     add("--lr", type=float, metavar="X", help="reach this learning rate (default: by size)")
     add("--warmup", type=positive, metavar="N", help="reach it after N steps (default: a twentieth)")

@@ -87,7 +87,7 @@ class Trainer:
         spans = self._attention_meter.take() if self._attention_meter else []
         before, self._last_mark = self._last_mark, self.clock.mark()
         return StepResult(batches, lr, measure.copy_to_host(numbers), (before, self._last_mark), spans,
-                          self.passes.num_overflows)  # fmt: skip
+                          self.passes.num_overflows)
 
     def bits_per_byte(self, batches: Sequence[MicroBatch], check: Check = no_check) -> float:
         """Return the model's bits per byte of these documents, ends included. Waits for the GPU.

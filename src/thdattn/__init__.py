@@ -59,4 +59,4 @@ __all__ = [
     "timeline",
     "varlen_attention",
     "varlen_attention_backward",
-]  # fmt: skip
+]

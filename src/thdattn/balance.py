@@ -81,7 +81,7 @@ def _runs(batch: PackedBatch, cp_size: int) -> Runs:
     runs = np.concatenate([
         np.stack([rank, starts[sequence] + begin, starts[sequence] + end, sequence]),
         np.stack([owner, gaps[gap] + first, gaps[gap] + last, np.full(len(gap), -1)]),
-    ], axis=1)  # fmt: skip
+    ], axis=1)
     return Runs(*runs[:, np.lexsort((runs[1], runs[0]))])
 
 

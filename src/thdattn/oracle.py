@@ -167,7 +167,7 @@ def packed_attention(
             q[rows], k[keys], v[keys], None if dout is None else dout[rows],
             causal=causal, window=window, softmax_scale=softmax_scale, rounding=rounding, fused=fused, softcap=softcap,
             sinks=sinks, visible=visible,
-        )  # fmt: skip
+        )
         out[rows], lse[:, rows] = document.out, document.lse
         max_logit = np.maximum(max_logit, document.max_logit)
         if document.dq is not None:
@@ -231,7 +231,7 @@ class Truth:
 def truth(
     batch: PackedBatch, q: Array, k: Array, v: Array, dout: Array | None = None, *, dtype: DTypeLike | None = None,
     **how: Any,
-) -> Truth:  # fmt: skip
+) -> Truth:
     """Compute the oracle over a packed batch, and its baselines in dtype (by default that of q).
 
     Args:
@@ -314,7 +314,7 @@ class _Arithmetic(NamedTuple):
 def _by_blocks(
     arrays: tuple[Array, Array, Array, Array | None, Array | None], blocks: Iterator[tuple[slice, slice, Array]],
     scale: float, softcap: float, arithmetic: _Arithmetic,
-) -> tuple[Array, ...]:  # fmt: skip
+) -> tuple[Array, ...]:
     """Return lse, max_logit, dsinks, out, dq, dk, dv over the blocks of `_row_blocks`, by head, as arguments are.
 
     The last four are not yet rounded as they are stored; gradients are 0 without dout.

@@ -67,7 +67,7 @@ def check_saved(saved: Saved, kind: Any) -> None:
         ("q", (queries, num_heads, head_dim), input_dtype), ("k", (keys, num_kv_heads, head_dim), input_dtype),
         ("v", (keys, num_kv_heads, v_head_dim), input_dtype), ("out", (queries, num_heads, v_head_dim), input_dtype),
         ("lse", (num_heads, queries), lse_dtype(input_dtype)),
-    ):  # fmt: skip
+    ):
         x = getattr(saved, name)
         if type(x) is not kind or x.shape != shape or x.dtype != dtype or not x.flags.c_contiguous:
             raise ValueError(
@@ -102,7 +102,7 @@ def as_rows(engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np
         engine, name, x, shape, dtype,
         " = (local_rows, heads, width); pass this rank's rows (Sharding.shard cuts them out) with the heads that "
         "CPAttention was made for", "; cast it, or make CPAttention(dtype=...) match",
-    )  # fmt: skip
+    )
 
 
 def as_sinks(engine: Engine, sinks: Any, num_heads: int, dtype: np.dtype[Any], wanted: bool) -> Any:

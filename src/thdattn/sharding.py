@@ -109,7 +109,7 @@ class Sharding:
     def __init__(
         self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk", inner: int = 1,
         capacity: BalancedCapacity | None = None, tables: LayoutTables | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.batch = as_batch(batch)
         self.cp_size = as_count("cp_size", cp_size, "pass the number of ranks", MAX_RANKS)
         self.strategy = as_choice("strategy", strategy, STRATEGIES)

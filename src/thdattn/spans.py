@@ -18,7 +18,7 @@ import numpy as np
 
 COMPUTE, EXCHANGE, SUM = LANES = "compute", "exchange", "sum"
 _LANE_OF = {"thd_peer_exchange": EXCHANGE, "thd_peer_reduce": SUM, "all_reduce": SUM, "reduce_scatter": SUM,
-            "sum": SUM, "replay": COMPUTE}  # fmt: skip
+            "sum": SUM, "replay": COMPUTE}
 _NOTHING = nullcontext()
 _TIES = 5  # comparisons of the two clocks, of which the closest counts
 

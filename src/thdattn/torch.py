@@ -255,7 +255,7 @@ class _Gradients(torch.autograd.Function):  # type: ignore[misc]
 def _traced(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, attn: torch.Tensor,
     plan: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Compute attention in code that torch.compile traces; attn and plan are handles."""
     out, _, _ = _attention_op(q.contiguous(), k.contiguous(), v.contiguous(), sinks, attn, plan)
     return cast("torch.Tensor", out)
@@ -313,7 +313,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)  # a replay would run another plan's launc
     schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, "
            "SymInt? max_seqlen_k, float? softmax_scale, bool causal, int[] window_size, bool deterministic, "
            "float softcap, bool sinks) -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 def _plan_op(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,7 +329,7 @@ def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.library.custom_op(  # type: ignore[untyped-decorator]
     "thdattn::attention", mutates_args=(), tags=_TAGS,
     schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor attn, Tensor plan) -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def _attention_op(
     q: Any, k: Any, v: Any, sinks: Any, attn: torch.Tensor, plan: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -348,7 +348,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch
     "thdattn::attention_backward", mutates_args=(), tags=_TAGS,
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, Tensor saved) -> "
            "Tensor[]",
-)  # fmt: skip
+)
 def _backward_op(dout: torch.Tensor, *kept: Any) -> list[torch.Tensor]:
     *tensors, token = kept
     saved = _owner("what forward kept", token, "have saved_tensors_hooks leave tensors on the host as they are")

@@ -43,7 +43,7 @@ def varlen_attention(
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, alibi_slopes: None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: None = None, *, return_saved: bool = False, sinks: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Compute attention of every sequence of a pack to its own keys, on this rank alone.
 
     Arguments have the names and the order of flash_attn_varlen_func, so that a call of it needs no change. With as many

@@ -114,13 +114,13 @@ def _layer(arguments: argparse.Namespace) -> tuple[int, Shape]:
     kv_heads = heads if arguments.kv_heads is None else as_count("--kv-heads", arguments.kv_heads)
     window = as_window((arguments.window, arguments.window if arguments.full else -1), not arguments.full)
     return cp_size, Shape(heads, kv_heads, as_count("--head-dim", arguments.head_dim), not arguments.full, window,
-                          min(per_node, cp_size))  # fmt: skip
+                          min(per_node, cp_size))
 
 
 def passed_rates(arguments: argparse.Namespace) -> dict[str, float]:
     """Return the fields of Rates that were passed, by name, in SI units."""
     values: dict[str, float] = {name: getattr(arguments, name) for name in ("link", "between", "latency")
-                                if getattr(arguments, name) is not None}  # fmt: skip
+                                if getattr(arguments, name) is not None}
     if arguments.compute is not None:
         try:
             values["forward"], values["backward"] = map(float, arguments.compute.split(","))
@@ -147,7 +147,7 @@ def _print_question(
     print(f"layer   {shape.num_heads} query heads, {shape.num_kv_heads} kv heads, head dim {shape.head_dim}; {mask}")
     print(f"ranks   {cp_size}, {'on one machine' if per_node == cp_size else f'{per_node} on each machine'}")
     names = {"forward": "TFLOP/s forward", "backward": "TFLOP/s backward", "link": "GB/s between GPUs",
-             "between": "GB/s between machines", "memory": "TB/s of memory", "latency": "us of latency"}  # fmt: skip
+             "between": "GB/s between machines", "memory": "TB/s of memory", "latency": "us of latency"}
     said = [f"{getattr(rates, name) / UNITS[name]:.4g} {text} ({sources[name]})" for name, text in names.items()]
     print(f"rates   {', '.join(said[:3])},\n        {', '.join(said[3:])}")
 
@@ -215,7 +215,7 @@ def _draw(path: Path, lengths: Sequence[int], cp_size: int, best: Way) -> None:
             begins = np.flatnonzero(np.diff(ranks, prepend=-2))
             sizes = np.diff(begins, append=len(ranks))
             axes.broken_barh(list(zip(begins.tolist(), sizes.tolist(), strict=True)), (place - 0.4, 0.8),
-                             facecolors=[colours[rank] for rank in ranks[begins]])  # fmt: skip
+                             facecolors=[colours[rank] for rank in ranks[begins]])
         axes.set(title=f"{way}{' (recommended)' if way == best else ''}", xlabel="position in the document")
         axes.spines[["top", "right"]].set_visible(False)
     first = figure.axes[0]
@@ -223,5 +223,5 @@ def _draw(path: Path, lengths: Sequence[int], cp_size: int, best: Way) -> None:
     first.set_yticks([])
     first.set_ylabel("documents" if len(longest) == len(lengths) else f"the {len(longest)} longest documents")
     figure.legend(handles=[Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(colours[:20])],
-                  loc="outside right center", fontsize=8)  # fmt: skip
+                  loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=150)

@@ -85,7 +85,7 @@ class Case:
             comm, num_heads, head_dim, num_kv_heads, v_head_dim, self.causal, self.window, dtype=dtype,
             **{"deterministic": self.deterministic, "cp_comm_type": self.cp_comm_type, "softcap": self.softcap,
                "sinks": self.sinks, **options},
-        )  # fmt: skip
+        )
 
     def slim(self) -> Case:
         """Return this case with narrow heads, which the NumPy engine computes in less time."""

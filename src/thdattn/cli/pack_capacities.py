@@ -68,7 +68,7 @@ def show(found: Sequence[Candidate], num_packs: int, cp_size: int) -> None:
     """Print the candidates, and what each costs."""
     print(f"\nbalanced rows over {cp_size} ranks in CUDA graphs, from {num_packs:,} packs:\n")
     print(f"{'':<5}" + "".join(f"{name:>14}" for name in (*BalancedCapacity._fields, "received", "key buffer",
-                                                          "eager packs")))  # fmt: skip
+                                                          "eager packs")))
     for name, capacity, num_eager in found:
         sizes = (cp_size - 1) * capacity.message_rows, capacity.key_rows
         print(f"{name:<5}" + "".join(f"{number:>14,}" for number in capacity)

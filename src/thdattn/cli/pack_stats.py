@@ -268,5 +268,5 @@ def _draw(path: Path, counts: Counts, chosen: list[Candidate], tokens: int) -> N
         bottom.axvline(np.nan, color=GREY, linestyle="--", linewidth=1, label="percentiles"),
         bottom.axvline(np.nan, color=GREY, linewidth=1, label="powers of two"),
         bottom.axvline(np.nan, color=RED, linewidth=1, label=f"recommended: {last}"),
-    ], loc="lower right", bbox_to_anchor=(0.97, 0.02), framealpha=1, fontsize=9)  # fmt: skip
+    ], loc="lower right", bbox_to_anchor=(0.97, 0.02), framealpha=1, fontsize=9)
     figure.savefig(path, dpi=150)

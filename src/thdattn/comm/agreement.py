@@ -58,11 +58,11 @@ def _differences(answers: Sequence[Fields]) -> str:
     first = answers[0]
     names = dict.fromkeys(name for answer in answers for name in answer)
     differing = [name for name in names
-                 if len({_digest({name: answer.get(name)}) for answer in answers}) > 1]  # fmt: skip
+                 if len({_digest({name: answer.get(name)}) for answer in answers}) > 1]
     return "; ".join(_difference(name, [answer.get(name) for answer in answers]) if name != _NUMBER else
                      f"rank 0 has {first[name]}, but " + ", ".join(
                          f"rank {rank} has {answer[name]}" for rank, answer in enumerate(answers)
-                         if answer[name] != first[name]) for name in differing)  # fmt: skip
+                         if answer[name] != first[name]) for name in differing)
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:
@@ -72,7 +72,7 @@ def _difference(name: str, values: Sequence[Any]) -> str:
         same = np.all([value[:shortest] == values[0][:shortest] for value in values], axis=0)
         at = int(np.argmin(same)) if not same.all() else -1
         name, values = ((f"{name}[{at}]", [value[at].item() for value in values]) if at >= 0 else
-                        (f"the length of {name}", [len(value) for value in values]))  # fmt: skip
+                        (f"the length of {name}", [len(value) for value in values]))
     return f"{name} is {_by_value(values)}"
 
 

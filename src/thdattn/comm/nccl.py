@@ -215,7 +215,7 @@ class NcclComm(Comm):
             return super().gather_bytes(sends, num_groups)
         return self._beside.gather_bytes(sends, num_groups)
 
-    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
         if self._beside is None:
             return super().sum_bytes(groups, in_rank_order)
         return self._beside.sum_bytes(groups, in_rank_order)

@@ -145,7 +145,7 @@ class OverlappedCollectives(ABC):
         """
 
     @abstractmethod
-    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
         """Return the bytes that adding up partial sums allocates, by name.
 
         Args:
@@ -220,7 +220,7 @@ class CollectivesInTurn(OverlappedCollectives):
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
 
-    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
         most = max(map(sum, groups))
         return {"partial sums": most, "sums": most // self.size}
 

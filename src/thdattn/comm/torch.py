@@ -120,7 +120,7 @@ class TorchComm(Comm):
                 for work in distributed.batch_isend_irecv([
                     distributed.P2POp(act, self._tensor(_as_bytes(part)), group=self._group, group_peer=peer)
                     for act, part, peer in messages
-                ]):  # fmt: skip
+                ]):
                     work.wait()
 
     def _barrier(self) -> None:

@@ -43,7 +43,7 @@ def _kernels(
 ) -> tuple[float, float]:
     """Measure floating-point operations per second, in whole tiles, of forward and backward."""
     attention = CPAttention(SingleComm(), shape.num_heads, shape.head_dim, shape.num_kv_heads, causal=shape.causal,
-                            window=shape.window, engine=engine.name)  # fmt: skip
+                            window=shape.window, engine=engine.name)
     most = MOST_ROWS[engine.name]
     ends = np.minimum(np.cumsum(np.minimum(lengths, most)), most)
     batch = PackedBatch.from_lengths(np.diff(ends, prepend=0).tolist())

@@ -137,10 +137,10 @@ class OnPaper(SingleComm):
 def ways(cp_size: int) -> Iterator[Way]:
     """List all methods for so many ranks, by default and balanced, whether or not the heads allow them."""
     yield from (Way("all_gather", "dual_chunk"), Way("all_gather", "balanced"), Way("a2a", "contiguous"),
-                Way("p2p", "dual_chunk"))  # fmt: skip
+                Way("p2p", "dual_chunk"))
     for inner in (n for n in range(2, cp_size) if cp_size % n == 0):
         yield from (Way("a2a+all_gather", "dual_chunk", inner), Way("a2a+all_gather", "balanced", inner),
-                    Way("a2a+p2p", "dual_chunk", inner))  # fmt: skip
+                    Way("a2a+p2p", "dual_chunk", inner))
 
 
 def predicted(

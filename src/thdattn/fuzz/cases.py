@@ -22,7 +22,7 @@ Random = np.random.Generator
 METHODS = ("all_gather", "a2a", "p2p", "a2a+all_gather", "a2a+p2p")
 SHARDINGS = {"all_gather": ("dual_chunk", "contiguous", "balanced"), "a2a": ("contiguous", "dual_chunk"),
              "p2p": ("dual_chunk", "contiguous"), "a2a+all_gather": ("dual_chunk", "contiguous", "balanced"),
-             "a2a+p2p": ("dual_chunk", "contiguous")}  # fmt: skip
+             "a2a+p2p": ("dual_chunk", "contiguous")}
 FLOWS = (*["plain"] * 8, *["ahead", "split"] * 2, "layers", "replay", "varlen", "varlen", "decode")
 TREE_FLOWS, TREES = ("plain", "ahead", "split", "layers"), 0.2  # share of those cases whose sequences are trees
 MOST_HEADS, MANY_ROWS = 12, 600  # packs of more rows have a third of those heads
@@ -163,7 +163,7 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
         lengths = _lengths(rng, 120)
         padded = _padded(rng, lengths, 1)
         case = FuzzCase("mixer", ranks, sharding="contiguous", lengths=lengths, padded=padded, slack=_slack(rng),
-                        dtype=configuration.dtype, mixer=configuration.mixer, seed=seed)  # fmt: skip
+                        dtype=configuration.dtype, mixer=configuration.mixer, seed=seed)
         return _with_trees(rng, case) if lengths and rng.random() < TREES else case
     flow = _pick(rng, FLOWS)
     if flow in ("varlen", "decode"):
@@ -192,7 +192,7 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
         keep_keys=_pick(rng, ("auto", "auto", "yes", "no")),
         head_groups=_pick(rng, [0, 0, *_divisors(heads[1])]), finite=rng.random() < 0.2, max_logit=rng.random() < 0.5,
         again=rng.random() < 0.3 and (configuration.deterministic or not on_gpu), seed=seed,
-    )  # fmt: skip
+    )
     return _with_trees(rng, case) if flow in TREE_FLOWS and lengths and rng.random() < TREES else case
 
 
@@ -216,7 +216,7 @@ def _mask(rng: Random) -> tuple[bool, tuple[int, int]]:
     return {
         "causal": (True, (-1, -1)), "full": (False, (-1, -1)), "causal window": (True, (left, 0)),
         "left": (False, (left, -1)), "right": (False, (-1, right)), "both": (False, (left, right)),
-    }[kind]  # fmt: skip
+    }[kind]
 
 
 def _method(rng: Random, ranks: int, flow: str) -> tuple[str, int]:

@@ -28,7 +28,7 @@ from thdattn.comm import launcher
 from thdattn.fuzz.chaos_ranks import Round
 
 KINDS = {"reference": ("raise", "kill", "stop", "late", "absent", "memory"),
-         "cuda": ("raise", "kill", "stop", "late", "absent", "memory", "window", "window")}  # fmt: skip
+         "cuda": ("raise", "kill", "stop", "late", "absent", "memory", "window", "window")}
 TOKEN = "THDATTN_CHAOS"
 PROGRAM = "import sys; from thdattn.fuzz import chaos_ranks; chaos_ranks.main(*sys.argv[1:])"
 AT_ONCE = ("raise", "kill", "memory")  # the job ends at once; after other faults at the deadline
@@ -87,10 +87,10 @@ class Job:
     def start(cls, chaos: Round, engine: str, timeout: float) -> Job:
         """Start the ranks of a round."""
         command = [*(launcher.mpiexec() or ()), "-n", str(chaos.ranks), sys.executable, "-c", PROGRAM, chaos.words(),
-                   engine, f"{timeout:g}"]  # fmt: skip
+                   engine, f"{timeout:g}"]
         token = f"{os.getpid()}-{time.monotonic_ns()}"
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                                   start_new_session=True, env={**os.environ, TOKEN: token})  # fmt: skip
+                                   start_new_session=True, env={**os.environ, TOKEN: token})
         job = cls(process, token)
         threading.Thread(target=job._read, daemon=True).start()
         return job
@@ -169,10 +169,10 @@ def chaos(arguments: argparse.Namespace) -> int:
     seconds, beside = time.monotonic() - begin, " beside other programs" * gpus_are_shared()
     print(f"chaos: {len(outcomes)} rounds in {seconds:.0f} s ({kinds}), seed {arguments.seed}, engine {engine}, "
           f"{arguments.ranks} ranks, {right} results right, {len(wrong)} failed; GPU memory in use {used} MiB before, "
-          f"{gpu_memory()} after{beside}; {of_libraries} files of libraries left in /dev/shm")  # fmt: skip
+          f"{gpu_memory()} after{beside}; {of_libraries} files of libraries left in /dev/shm")
     if arguments.record is not None:
         made = {"kind": "chaos rounds", "ranks": f"{arguments.ranks} ranks", "rounds": len(outcomes), "failures": wrong,
-                "packs": right, "seconds": seconds, "seeds": [arguments.seed]}  # fmt: skip
+                "packs": right, "seconds": seconds, "seeds": [arguments.seed]}
         save(arguments.record, engine, made)
     return int(bool(wrong))
 
@@ -304,7 +304,7 @@ def left_behind(used: list[int], shared: set[str], settle: float) -> tuple[list[
     def more() -> list[str]:
         return [f"GPU {number} has {now} MiB in use, and had {before} before the first round"
                 for number, (before, now) in enumerate(zip(used, gpu_memory(), strict=False))
-                if now > before + LINGERING_MIB]  # fmt: skip
+                if now > before + LINGERING_MIB]
 
     _wait(lambda: not more(), settle)
     orphans = sorted(name for name in shared_memory() - shared if not _is_mapped(name))

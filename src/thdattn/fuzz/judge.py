@@ -141,7 +141,7 @@ class _Neighbours:
         for _ in range(NEIGHBOURS):
             exact, baseline = self._results([x if x is None else _near(x, rng) for x in self._arrays])
             found.append({name: getattr(baseline, name) - getattr(exact, name) for name in self._names
-                          if getattr(exact, name) is not None})  # fmt: skip
+                          if getattr(exact, name) is not None})
         return found
 
 
@@ -160,7 +160,7 @@ class _Oracle:
             "causal": case.causal, "window": case.window, "softmax_scale": case.scale * case.dims[0] ** -0.5,
             "softcap": case.softcap, "sinks": inputs.sinks,
             "key_batch": PackedBatch(offsets(case.keys)) if case.flow == "varlen" and case.keys else None,
-        }  # fmt: skip
+        }
         group = case.heads[0] // case.heads[1]  # query heads whose gradients of a key are summed
         self.noise = 4 * float(np.finfo(np.float32).eps) * (max(case.dims) * group) ** 0.5
         self.exact = self._result(self.inputs[:4])
@@ -228,7 +228,7 @@ def _wide(share: float, typical: Array, largest_budget: float, noise: float) -> 
 def _judge_numbers(
     case: FuzzCase, by_rank: Sequence[Results], order: Array, padding: Array, found: Judgement, suffix: str,
     oracle_of: _Oracle,
-) -> None:  # fmt: skip
+) -> None:
     """Judge lse, max_logit and dsinks, where the case has them."""
     exact, first = oracle_of.exact, by_rank[0]
     kept = np.float64 if case.dtype == "float64" else np.float32

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
 WANTED = {"bool": "yes or no", "tuple": "whole numbers with commas between", "int": "a whole number",
-          "float": "a number", "str": "text"}  # fmt: skip
+          "float": "a number", "str": "text"}
 Self = TypeVar("Self", bound="Line")
 
 

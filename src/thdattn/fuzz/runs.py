@@ -54,7 +54,7 @@ def inputs_of(case: FuzzCase, layer: int = 0) -> Inputs:
     queries = sum(case.lengths)
     keys = sum(case.keys) if case.flow == "varlen" and case.keys else queries
     shapes = ((queries, heads, head_dim), (keys, kv_heads, head_dim), (keys, kv_heads, v_head_dim),
-              (queries, heads, v_head_dim))  # fmt: skip
+              (queries, heads, v_head_dim))
     q, k, v, dout = (rng.standard_normal(shape, np.float32).astype(case.dtype) for shape in shapes)
     sinks = rng.uniform(-2, 4, heads).astype(np.promote_types(case.dtype, np.float32)) if case.sinks else None
     return Inputs(q, k, v, dout, sinks)
@@ -70,7 +70,7 @@ def mixer_inputs_of(case: FuzzCase) -> tuple[Array, Mamba2Weights, Array]:
     weights = (
         rng.standard_normal((channels, width)) / width**0.5, 0.3 * rng.standard_normal(channels),
         np.log(rng.uniform(0.3, 4, heads)), rng.standard_normal(heads), rng.standard_normal(heads) - 1,
-    )  # fmt: skip
+    )
     kind = np.promote_types(case.dtype, np.float32)
     return zxbcdt.astype(case.dtype), Mamba2Weights(*(x.astype(kind) for x in weights)), dout.astype(case.dtype)
 
@@ -110,7 +110,7 @@ class Ranks:
             (case.window[0], case.window[1]), case.scale * head_dim**-0.5, case.dtype, case.deterministic, self.engine,
             case.head_groups or None, {"auto": None, "yes": True, "no": False}[case.keep_keys], case.method,
             case.softcap, case.sinks,
-        )  # fmt: skip
+        )
 
     def stream(self) -> AbstractContextManager[object]:
         """Return a stream of this rank's own on its GPU; simulated ranks share the legacy default stream."""
@@ -289,7 +289,7 @@ def _others(case: FuzzCase, batch: PackedBatch) -> Inputs:
     """Draw inputs of another pack of the same heads."""
     rng, mine = _random(case, 3), inputs_of(case)
     q, k, v, dout = (rng.standard_normal((batch.total_tokens, *x.shape[1:]), np.float32).astype(x.dtype)
-                     for x in mine[:4] if x is not None)  # fmt: skip
+                     for x in mine[:4] if x is not None)
     return Inputs(q, k, v, dout, mine.sinks)
 
 
@@ -316,7 +316,7 @@ def _decode(case: FuzzCase, ranks: Ranks) -> Results:
     batch = PackedBatch.from_lengths(starts, 3)
     plan = attention.plan(batch, "contiguous")
     q, k, v = (ranks.xp.asarray(batch.pack([x[:n] for x, n in zip(side, starts, strict=True)], fill=np.nan))
-               for side in texts)  # fmt: skip
+               for side in texts)
     out, _ = attention.forward(q, k, v, plan, sinks=given)
     cache.fill(k, v, plan)
     made = [[x] for x in batch.unpack(ranks.to_host(out))]
@@ -357,4 +357,4 @@ def _mixer(case: FuzzCase, ranks: Ranks) -> Results:
 FLOWS: dict[str, Callable[[FuzzCase, Ranks], Results]] = {
     **dict.fromkeys(("plain", "ahead", "split"), _one_layer), "layers": _layers, "replay": _replay, "varlen": _varlen,
     "decode": _decode, "mixer": _mixer,
-}  # fmt: skip
+}

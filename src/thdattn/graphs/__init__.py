@@ -19,4 +19,4 @@ from thdattn.graphs.upload import Upload
 __all__ = [
     "Captured", "CudaGraphConfig", "CudaGraphModule", "CudaGraphScope", "Graphs", "InferenceCudaGraphScope", "Pair",
     "StaticPack", "Upload", "add_arguments", "from_arguments", "normalize",
-]  # fmt: skip
+]

@@ -107,7 +107,7 @@ class Graphs:
         return made
 
     def pair(self, forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any], name: str,
-             part: str | None = None) -> Pair:  # fmt: skip
+             part: str | None = None) -> Pair:
         """Return a Pair of a forward and its backward, each a graph; name and part as for captured."""
         return Pair(self, forward, backward, name, part)
 
@@ -191,7 +191,7 @@ class Captured(Generic[P, R]):
         TypeError: another structure of arguments; at the capture, an array that is no CuPy array.
     """
 
-    def __init__(self, graphs: Graphs, function: Callable[P, R], name: str, part: str | None = None) -> None:
+    def __init__(self, graphs: Graphs, function: Callable[P, R], name: str, part: str | None) -> None:
         self.name = name
         self._is_wanted = part is None or graphs.captures(part)
         self._graphs, self._function = graphs, function
@@ -264,7 +264,7 @@ class Captured(Generic[P, R]):
         self._placed, self._results, self._actions = _named(args, kwargs), results, actions
         read = [(path, _footprint(x)) for path, x in _leaves("", self._placed) if _is_cupy_array(x)]
         self._together = [(one, other) for (one, x), (other, y) in itertools.combinations(read, 2)
-                          if np.shares_memory(x, y)]  # fmt: skip
+                          if np.shares_memory(x, y)]
         graphs._comm.barrier()
 
     def _moved(self, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
@@ -329,7 +329,7 @@ class Pair:
     """
 
     def __init__(self, graphs: Graphs, forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any],
-                 name: str, part: str | None = None) -> None:  # fmt: skip
+                 name: str, part: str | None) -> None:
         self.forward = graphs.captured(forward, f"{name}, forward", part)
         self.backward = graphs.captured(backward, f"{name}, backward", part)
 
@@ -376,7 +376,7 @@ def _lies_at(x: Any) -> tuple[Any, ...]:
 def _footprint(x: Any) -> NDArray[Any]:
     """Return a NumPy array with the addresses of a CuPy array, for questions about them; do not read it."""
     there = {"data": (x.data.ptr, True), "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.itemsize}",
-             "version": 3}  # fmt: skip
+             "version": 3}
     return np.asarray(SimpleNamespace(__array_interface__=there))
 
 
@@ -436,4 +436,4 @@ def _is_cupy_array(x: Any) -> bool:
 
 _TRAITS: dict[str, Callable[[Any], Any]] = {
     "shape": lambda x: x.shape, "dtype": lambda x: np.dtype(x.dtype), "device": lambda x: x.device.id,
-}  # fmt: skip
+}

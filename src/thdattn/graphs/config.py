@@ -22,7 +22,7 @@ MODULES = ("attn", "mlp", "mamba")
 ON_OVERFLOW = ("eager", "error")
 SCOPES = {  # impl -> its inference scopes, the default first
     "none": ("none",), "local": ("layer", "block"), "transformer_engine": ("none",), "full_iteration": ("none",),
-}  # fmt: skip
+}
 PARTS = (*MODULES, "layer")  # arguments of Graphs.captures
 OTHER_NAMES = {  # modules of Megatron-LM, now or before -> why they are refused
     **dict.fromkeys(("moe", "moe_router", "moe_preprocess"), "mixture of experts is not part of this package"),
@@ -33,12 +33,12 @@ FLAGS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engin
 # Names of fields and former options in messages: to callers of CudaGraphConfig, of normalize, and of a command line.
 AS_FIELDS = {name: name for name in ("impl", "modules", "inference_scope", "max_packed_seqs", "max_tokens_per_rank",
                                      "warmup_steps", "on_overflow", "single_pool", "max_packed_nodes",
-                                     "cuda_graph_scope")}  # fmt: skip
+                                     "cuda_graph_scope")}
 AS_OPTIONS = {
     "impl": "cuda_graph_impl", "modules": "cuda_graph_modules", "inference_scope": "inference_cuda_graph_scope",
     "max_packed_seqs": "cuda_graph_max_packed_seqs", "warmup_steps": "cuda_graph_warmup_steps",
     "cuda_graph_scope": "cuda_graph_scope", **{name: name for name in FLAGS},
-}  # fmt: skip
+}
 AS_FLAGS = {name: "--" + option.replace("_", "-") for name, option in AS_OPTIONS.items()}
 
 Notices = list[tuple[type[Warning], str]]

@@ -68,7 +68,7 @@ class StaticPack:
         self, graphs: Graphs, attentions: Sequence[Planner], num_rows: int,
         sharding: str | BalancedCapacity | Mapping[Window, BalancedCapacity] | None = None,
         num_batches: int = 1, like: PackedBatch | None = None, finite_padding: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_kind("graphs", graphs, Graphs, "make Graphs(comm, config)")
         config = graphs.config
         self.num_rows, self.num_batches = as_count("num_rows", num_rows), as_count("num_batches", num_batches)
@@ -111,7 +111,7 @@ class StaticPack:
         self._loaded = self._upload.words.reshape(self.num_batches, sum(sizes))
         self._planned = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
         offsets, nodes, words = (self._planned[end - size : end]
-                                 for size, end in zip(sizes, accumulate(sizes), strict=True))  # fmt: skip
+                                 for size, end in zip(sizes, accumulate(sizes), strict=True))
         batch = PackedBatch(*offsets.reshape(2, self._slots), total_rows=self.num_rows)
         if self._node_slots:
             batch.node_table = nodes.reshape(NODE_WORDS, self._node_slots)
@@ -150,7 +150,7 @@ class StaticPack:
                 return f"batch {number} has trees, wanted sequences, as config.max_packed_nodes is None"
             nodes = batch.num_seqs if batch.trees is None else batch.trees.num_nodes
             for what, found, room in (("sequences", batch.num_seqs, self.max_seqs), ("nodes", nodes, self.max_nodes),
-                                      ("rows", batch.total_rows, self.num_rows)):  # fmt: skip
+                                      ("rows", batch.total_rows, self.num_rows)):
                 if room is not None and found > room:
                     return f"batch {number} has {found} {what}, wanted at most {room}, the room of the static pack"
             if self.balanced and (over := layout_tables.excess(self.sharding(batch), self._sizes)):
@@ -234,7 +234,7 @@ def _aligned(slots: int) -> int:
 def _lengths(batches: Sequence[PackedBatch]) -> dict[str, Any]:
     """Return the fields in which ranks must agree when they load batches."""
     return {f"batches[{number}].{name}": field for number, batch in enumerate(batches)
-            for name, field in batch.described().items()}  # fmt: skip
+            for name, field in batch.described().items()}
 
 
 def _capacities(

@@ -43,7 +43,7 @@ CONSTANTS: dict[str, int | Callable[[int], int]] = {
     "kSlab": configs.SLAB, "kMaxKvSplits": configs.MAX_KV_SPLITS, "kMaxSplits": configs.Decode.max_splits,
     "kTreeGroup": configs.TREE_GROUP, "kBehindKeys": configs.BEHIND_KEYS,
     "slab_of": configs.slab_of, "lanes_of": configs.lanes_of,
-}  # fmt: skip
+}
 GENERATED: dict[str, Callable[[], str]] = {
     "generated/struct_checks.cuh": lambda: structs.checks() + generated.constant_checks(CONSTANTS),
     "generated/wgmma.cuh": lambda: generated.wrappers(configs.WGMMA_COLUMNS),
@@ -174,7 +174,7 @@ class Arguments:
 class Kernel:
     """Loaded kernel of the current device; call it with (grid, block, args)."""
 
-    def __init__(self, name: str, shared_bytes: int = 0):
+    def __init__(self, name: str, shared_bytes: int) -> None:
         cubin, lowered = cached_cubin(name, device_arch())
         self._name = name
         self._module = function.Module()

@@ -47,7 +47,7 @@ LAYOUTS = {
     "Trees": TREES, "RankFlags": RANK_FLAGS, "PeerExchange": PEER_EXCHANGE, "AllGather": ALL_GATHER,
     "SliceSpec<uint4>": SLICE_SPEC, "AllToAll<uint4>": ALL_TO_ALL, "Partials": PARTIALS, "MixerSize": MIXER_SIZE,
     "Segments": SEGMENTS,
-}  # fmt: skip
+}
 
 
 def checks() -> str:

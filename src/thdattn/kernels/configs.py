@@ -252,7 +252,7 @@ class Tiles:
             columns = 16 * b.column_warps
             left = {"head_dim": self.head_dim % columns, "v_head_dim": self.v_head_dim % columns,
                     "queries": b.tile_m % columns,
-                    "dq": of_dq % 16 or 16 * b.warps * of_dq != self.head_dim * b.tile_m}  # fmt: skip
+                    "dq": of_dq % 16 or 16 * b.warps * of_dq != self.head_dim * b.tile_m}
             wrong = ", ".join(name for name, columns in left.items() if columns)
             if wrong:
                 raise ValueError(
@@ -310,7 +310,7 @@ class Tiles:
             ValueError: none fits.
         """
         needs = {b: self.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES
-                 for b in self.backward}  # fmt: skip
+                 for b in self.backward}
         for choice, need in needs.items():
             if need <= shared_bytes:
                 return choice
@@ -414,7 +414,7 @@ class Tiles:
         cluster, loaded = with_dq and b.blocks == 2, b.q_stages + b.dout_stages
         keys = 4 * slabs(64, 64) if cluster else slabs(64, self.head_dim)
         tiles = (keys + slabs(64 * b.q_stages, self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
-                 + b.ds_stages * (2 + cluster) * slabs(64, 64))  # fmt: skip
+                 + b.ds_stages * (2 + cluster) * slabs(64, 64))
         stats, barriers, ranges = 4 * 64 * loaded, 8 * (2 + 2 * loaded + 3 * b.ds_stages), 8 * (2 * 64 + 8)
         steps, exchange = 16 * loaded + -(-20 * b.ds_stages // 8) * 8, 8 * (b.ds_stages + 3) if cluster else 0
         shift = b.capped_shift if caps else 0

@@ -94,7 +94,7 @@ class Mamba2Cache:
         sequences = as_sequences(sources, self.num_texts)
         as_count("the number of sources", len(sequences), "make several caches", MAX_SEQUENCES)
         rows, states, active = (copy_sequences(self._engine, x, sequences)
-                                for x in (self.rows, self.states, self.active))  # fmt: skip
+                                for x in (self.rows, self.states, self.active))
         work = self._engine.empty((len(sequences), *self.work.shape[1:]), self.work.dtype)
         return Mamba2Cache(len(sequences), rows, states, active, work, self._shape, self._engine)
 

@@ -31,7 +31,7 @@ MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter", "thd_ssd_fold
 # Sizes that have kernels. Rows of zxbcdt are read 16 bytes at a time, hence the multiple of 8 heads.
 MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9),
                "num_heads": range(8, 2**20, 8),
-               "d_inner // norm_groups": range(1, 8 * 1024 + 1)}  # fmt: skip
+               "d_inner // norm_groups": range(1, 8 * 1024 + 1)}
 
 
 def _tile(rows: int, columns: int) -> int:
@@ -172,7 +172,7 @@ def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) 
         slab for slab in slabs
         if slab.state_dim == state_dim and group_columns % slab.columns == 0
         and max(slab.states_kernel("bfloat16").shared_bytes, slab.scan_kernel("bfloat16").shared_bytes) <= shared_bytes
-    )  # fmt: skip
+    )
 
 
 def segments_of_block(segments: int, slabs: int, multiprocessors: int) -> int:
@@ -351,7 +351,7 @@ def walk_for(tile: ChunkTile | ChunkTileSm90, group_columns: int, shared_bytes: 
     """
     if isinstance(tile, ChunkTileSm90):
         return next(walk for walk in WALKS_SM90
-                    if walk.state_dim == tile.state_dim and group_columns % walk.columns == 0)  # fmt: skip
+                    if walk.state_dim == tile.state_dim and group_columns % walk.columns == 0)
     return portable_walk(tile.head_dim, tile.state_dim, group_columns, shared_bytes)
 
 

@@ -97,7 +97,7 @@ def memory(layer: Layer, plan: Plan) -> Memory:
     zxbcdt = Buffer("zxbcdt", (rows, shape.columns), shape.dtype)
     work, backward = engine.mixer_forward_buffers(plan, shape), engine.mixer_backward_buffers(plan, shape)
     saved = [zxbcdt, *[Buffer(name, (rows, shape.d_inner), shape.dtype) for name in ("out", "y")],
-             Buffer("states", (segments, *shape.state), shape.sum_dtype)]  # fmt: skip
+             Buffer("states", (segments, *shape.state), shape.sum_dtype)]
     (saved if keep else work).extend(engine.mixer_activations(plan, shape))
     windows = {}
     if plan.cp_size > 1:
@@ -105,7 +105,7 @@ def memory(layer: Layer, plan: Plan) -> Memory:
         summary = Buffer("summary", (1, shape.summary), shape.sum_dtype)
         there = [of_ranks("rows", plan, halo), of_ranks("states", plan, summary)]
         back = [of_ranks("gradients of states", plan, summary),
-                of_ranks("gradients of rows", plan, halo._replace(dtype=shape.sum_dtype))]  # fmt: skip
+                of_ranks("gradients of rows", plan, halo._replace(dtype=shape.sum_dtype))]
         saved, work, backward = [*saved, halo], work + there, backward + back
         windows = largest_windows([comm.gather_bytes([x.nbytes // comm.size], 1) for x in (*there, *back)])
     forward = bytes_by_name([*plan.engine.plan_buffers(plan).values(), *work]) | windows

@@ -130,7 +130,7 @@ class Mamba2Mixer:
     def plan(
         self, batch: PackedBatch, sharding: str | Sharding | None = None, like: PackedBatch | None = None,
         finite_padding: bool = False,
-    ) -> Plan:  # fmt: skip
+    ) -> Plan:
         """Plan one batch for this rank. Every mixer with the same comm and engine can use the plan.
 
         An attention with the same mask and head_dim can use it too. A mixer can use the plan of a causal attention
@@ -310,7 +310,7 @@ class Mamba2Mixer:
         return Mamba2Weights(*(
             self._as_array(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
             for name, x, shape in named
-        ))  # fmt: skip
+        ))
 
 
 def check_sizes(known_sizes: Mapping[str, Sequence[int]], engine_name: str, **sizes: int) -> None:

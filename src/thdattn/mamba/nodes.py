@@ -91,7 +91,7 @@ def layout(plan: Plan, pieces: Pieces, most: int) -> Layout:
     assert batch.trees is not None
     begins = batch.trees.nodes[nodes] + front
     rows, places = (rows_of_runs(x, lengths[nodes] - front).astype(np.int64)
-                    for x in (pieces.begins[mine] - first, begins))  # fmt: skip
+                    for x in (pieces.begins[mine] - first, begins))
     piece, distance = np.nonzero(pieces.copied[mine] < none)
     copies = np.stack([pieces.copied[mine][piece, distance], begins[piece] - distance - 1])
     here = copies[0] >= first
@@ -166,7 +166,7 @@ def crossings(pieces: Pieces, rank: int) -> Crossings:
     piece, is_entry, owner = piece[order], is_entry[order], owner[order]
     node_of = dict(zip(piece[~is_entry].tolist(), np.flatnonzero(~is_entry).tolist(), strict=True))
     before = [node_of.get(of if entry else _entered(pieces, of), -1)
-              for of, entry in zip(piece.tolist(), is_entry.tolist(), strict=True)]  # fmt: skip
+              for of, entry in zip(piece.tolist(), is_entry.tolist(), strict=True)]
     kinds = [np.flatnonzero(is_entry == kind) for kind in (False, True)]
     slots = max(int(np.bincount(owner[kind]).max(initial=0)) for kind in kinds)
     of_kinds = []

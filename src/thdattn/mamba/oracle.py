@@ -246,7 +246,7 @@ def _exact_gradients(
 def _inputs_gradients(
     rows: _Rows, zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes, dz: Array,
     of_channels: tuple[Array, Array, Array], ddt: Array,
-) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array, Array]:
     """Return the gradients of zxbcdt, conv_weight, conv_bias and dt_bias.
 
     Args:
@@ -307,7 +307,7 @@ def _plain(
     of_channels = stored(dx).swapaxes(0, 1), stored(db).swapaxes(0, 1), stored(dc).swapaxes(0, 1)
     of_inputs, of_conv, of_bias, of_dt = _inputs_gradients(rows, zxbcdt, weights, sizes, dz, of_channels, ddt.T)
     made = (out, stored(of_inputs), of_conv, of_bias, rates * (dt * da).sum(axis=1), (g * x).sum(axis=(1, 2)), of_dt,
-            of_norm)  # fmt: skip
+            of_norm)
     return Result(*[x.astype(np.float64) for x in made])
 
 

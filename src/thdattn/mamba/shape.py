@@ -71,7 +71,7 @@ class Mamba2Weights(_Weights):
 
     def __repr__(self) -> str:  # to print arrays would wait for the GPU
         kinds = (f"{name} {tuple(x.shape)}" if is_array(x) else f"{name} {shown(x)}"
-                 for name, x in zip(self._fields, self, strict=True))  # fmt: skip
+                 for name, x in zip(self._fields, self, strict=True))
         return f"<Mamba2Weights: {', '.join(kinds)}>"
 
 

@@ -138,7 +138,7 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     engine, groups, sum_dtype = plan.engine, layer.groups, lse_dtype(layer.dtype)
     in_place = int(comm.reads_peers)  # the first group of keys
     work = [buffer for group, heads in [*enumerate(groups)][in_place:]
-            for buffer in gathered_buffers(plan, 0, group, heads, layer.dtype)]  # fmt: skip
+            for buffer in gathered_buffers(plan, 0, group, heads, layer.dtype)]
     ordered = key_buffers(plan, layer.num_kv_heads if layer.keeps_keys else max(groups), layer.dtype)
     kept = kept_keys(ordered) if layer.keeps_keys else []
     work += [] if kept else ordered
@@ -267,7 +267,7 @@ def backward(
         its_dout, its_q, its_out, its_dq = _some_heads(heads, dout, q, out, dq)
         group = BackwardInputs(its_dout, its_q, k, v, its_out, _some_rows(heads, lse), plan)
         try:
-            _, *partials = engine.attn_bwd(
+            _, dk, dv = engine.attn_bwd(
                 group, attention, BackwardOutputs(lse_dtype(q.dtype), its_dq, owners=owners))
         except BaseException:
             if comm.overlaps:
@@ -276,7 +276,7 @@ def backward(
         if comm.overlaps:
             sums.waits.append(comm.reduce_partials(rows, results, is_last, attention.deterministic))
         else:
-            _sum_rows(comm, plan, partials, results)
+            comm.sum_rows(engine.to_rank_order(dk, dv, plan), results)
     engine.nan_if_invalid(plan, dq)
     return dq, sums
 
@@ -301,13 +301,6 @@ class PendingGrads:
     def _wait(self) -> None:
         while self.waits:
             self.waits.pop(0)()
-
-
-def _sum_rows(comm: Comm, plan: Plan, partials: Pair, results: Pair) -> None:
-    """Sum all ranks' partial gradients, in sequence order, and keep those of this rank's rows."""
-    in_rank_order = [plan.engine.empty((len(plan.rank_order), *x.shape[1:]), x.dtype) for x in partials]
-    dk, dv = partials
-    comm.sum_rows(plan.engine.to_rank_order(dk, dv, plan, in_rank_order), results)
 
 
 def _heads_by_group(num_heads: int, keys: GatheredKV) -> list[slice]:

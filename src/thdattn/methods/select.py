@@ -37,7 +37,7 @@ SHARDINGS = {"all_gather": "dual_chunk", "p2p": "dual_chunk", "a2a": "contiguous
 
 # Shardings of each cp_comm_type that exchanges the rows of all ranks, whoever needs them.
 _ALL_ROWS = {"a2a": "contiguous' or 'dual_chunk", "p2p": "dual_chunk' or 'contiguous",
-             "a2a+p2p": "dual_chunk' or 'contiguous"}  # fmt: skip
+             "a2a+p2p": "dual_chunk' or 'contiguous"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,7 +81,7 @@ def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:
     sharding = plan.sharding
     fields = {"sharding": sharding.strategy, "inner": sharding.inner, "capacity": sharding.capacity or (), **asked}
     others = {"key_batch": plan.key_batch if plan.is_cross else None,
-              "like": plan.like if plan.batch.on_device else None}  # fmt: skip
+              "like": plan.like if plan.batch.on_device else None}
     return {**fields, **plan.batch.described(),
             **{f"{which}.{name}": field for which, batch in others.items() if batch is not None
                for name, field in batch.described().items()}}
@@ -113,5 +113,5 @@ def with_arrays(plan: Plan, lengths: Any = None) -> Plan:
     core = with_arrays(plan.core)
     first = plan.cp_rank % plan.sharding.inner * plan.local_rows
     mine = {name: getattr(core.arrays, name)[first : first + plan.local_rows]
-            for name in ("rows", "positions", "valid", "key_ranges")}  # fmt: skip
+            for name in ("rows", "positions", "valid", "key_ranges")}
     return replace(plan, arrays=replace(core.arrays, **mine), core=core)

@@ -289,7 +289,7 @@ def _moves(owned: Ints, keys: Ints) -> Ints:
     run, key = np.nonzero((begin[:, None] < key_end) & (key_begin < end[:, None]))
     low, high = np.maximum(begin[run], key_begin[key]), np.minimum(end[run], key_end[key])
     moves = np.stack([rank[run], key_rank[key], local[run] + low - begin[run], key_row[key] + low - key_begin[key],
-                      high - low])  # fmt: skip
+                      high - low])
     return moves[:, np.lexsort((moves[2], moves[1], moves[0]))]
 
 

@@ -285,7 +285,7 @@ class Plan:
         if self.sharding.capacity is None:
             return True, True
         queries, keys = ((0 < first < count)
-                         for first, count in zip(self.num_first_tiles, self.num_tiles, strict=True))  # fmt: skip
+                         for first, count in zip(self.num_first_tiles, self.num_tiles, strict=True))
         return queries, keys
 
     @property

@@ -35,7 +35,7 @@ class Exchange:
     def __init__(
         self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], to: Sequence[int], came: Sequence[int],
         flags: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         sides = {name: [_side(*pair) for pair in zip(cuts, arrays, strict=True)]
                  for name, cuts, arrays in (("out", spec.outs, sends), ("in", spec.ins, recvs))}
         numbers = [number for side in sides.values() for of_array in side for number in of_array.numbers()]

@@ -37,7 +37,7 @@ class SharedMemory:
         waiting: makes a context for the time in which this rank waits for the others on the host, see agreed.
     """
 
-    def __init__(self, world: Any, made_of: type[Window] = Window) -> None:
+    def __init__(self, world: Any, made_of: type[Window]) -> None:
         import cupy
 
         self.waiting: Waiting = nullcontext

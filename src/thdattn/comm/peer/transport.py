@@ -235,7 +235,7 @@ class PeerMemory(Transport):
         num_parts = self.size - 1 if num_groups == 1 else 1
         return self._memory.bytes_of(KEYS, num_parts * layout.total(sends))
 
-    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
         """See Comm.sum_bytes. The last group goes to its owners; partial sums of the other groups are pulled."""
         pulled = max(map(sum, groups)) // self.size * (self.size - 1) if len(groups) > 1 else 0
         return self._memory.bytes_of(SUMS, max(map(layout.total, groups))) | self._blocks.bytes_of({PULLED: pulled})
@@ -357,7 +357,7 @@ class _Route:
             [_Slice(part + (end - number) * width, number * width, shape[1] * width, shape[0])
              for part, width, (shape, _) in zip(self.parts, widths, arrays, strict=True)]
             for number, end in zip(heads, itertools.accumulate(heads), strict=True)
-        ]  # fmt: skip
+        ]
 
     def in_place(
         self, window: Window, sends: Sequence[Any], places: Sequence[tuple[int, int]]

@@ -35,7 +35,7 @@ WAIT_32, WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemO
 MEM_OP = np.dtype({
     "names": ["operation", "address", "value", "flags", "alias"], "offsets": [0, 8, 16, 24, 32],
     "formats": [np.uint32, np.uint64, np.uint64, np.uint32, np.uint64], "itemsize": 48,
-})  # fmt: skip
+})
 
 
 class Window:
@@ -84,7 +84,7 @@ class Window:
             mine = rank == self._rank
             self._at.append(self._memory.ptr if mine else cupy.cuda.runtime.ipcOpenMemHandle(handle))
         ready, taken = ([self._memory.ptr + flags_of(rank) + _place(name) for rank in range(self._size)]
-                        for name in ("ready", "taken"))  # fmt: skip
+                        for name in ("ready", "taken"))
         there = self.flags_there()
         publish = MemOps(write=[(at + _place("ready"), 1) for at in there])
         arrive = MemOps(wait=ready, write=[(flag, 0) for flag in ready])

@@ -25,7 +25,7 @@ class Config(ctypes.Structure):
         ("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", ctypes.c_int),
         ("cga_cluster_size", ctypes.c_int), ("min_ctas", ctypes.c_int), ("max_ctas", ctypes.c_int),
         ("net_name", ctypes.c_char_p),
-    )  # fmt: skip
+    )
 
     @classmethod
     def of(cls, ctas: int) -> Config:

@@ -217,7 +217,7 @@ class SideNccl(Transport):
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         return {}  # keys are gathered in place
 
-    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool = True) -> dict[str, int]:
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
         in_order, share = self._adds_in_rank_order(in_rank_order), max(map(sum, groups)) // self.size
         received = share * (self.size - 1) if in_order else 0
         return self._blocks.bytes_of({SUMS: max(map(layout.total, groups)), RECEIVED: received})

@@ -39,7 +39,7 @@ def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
         (-(-max(len(k), num_seqs) // 8),), 256,
         (cache.k, k, _words(k), cache.v, v, _words(v), cache.lengths, *plan.arrays.offsets[-1],
          launch.NONE if lengths is None else lengths.wrong, *map(np.int32, (num_seqs, len(k), cache.capacity))),
-    )  # fmt: skip
+    )
 
 
 def _words(x: Array) -> np.int32:
@@ -73,7 +73,7 @@ def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind)
     splits = chosen.splits(gpu.multiprocessors, num_rows * blocks, cache.longest_range)
     num_partials = num_rows * blocks * splits * min(group, chosen.heads) if splits > 1 else 0
     fixed = (launch.empty((num_partials, cache.v.shape[3]), np.float32), launch.empty((num_partials, 2), np.float32),
-             cupy.zeros(num_rows * blocks, np.uint32), np.int32(group))  # fmt: skip
+             cupy.zeros(num_rows * blocks, np.uint32), np.int32(group))
     kernel = compiler.kernel(*row.thd_attn_decode(cache.k.dtype.name, kind))
     lse = launch.empty((num_heads, num_rows), np.float32)
     return lse, Launch(kernel, (num_rows, blocks, splits), 32 * chosen.warps, fixed, early=True)

@@ -312,7 +312,7 @@ def _rows(plan: Plan, offsets: Array, lengths: DeviceLengths | None = None) -> _
     elif sharding.by_runs:
         by_runs = _table(all_rows(sharding.batch, sharding.cp_size, local_rows))
     sizes = map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, local_rows, sharding.multiple > 1,
-                           num_rows, order.size))  # fmt: skip
+                           num_rows, order.size))
     _make(lengths, _ROWS, (_blocks(order.size),), (order, positions, valid, offsets[0], wrong, *by_runs, *sizes))
     rows, nodes = order[cp_rank * local_rows :][:local_rows], plan.batch.node_table
     if plan.batch.trees is not None:
@@ -353,7 +353,7 @@ def _arrays(plan: Plan, rows: _Rows, lengths: DeviceLengths | None = None) -> Pl
     rows_of_keys, num_seqs, sides = side.get("rows_of_keys"), plan.batch.num_seqs, (plan.local_rows, plan.key_rows)
     alone = plan.cp_size == 1  # the rank has all rows of the pack, in order
     there = (launch.NONE if alone else rows.rows, launch.NONE if alone or rows_of_keys is None else rows_of_keys,
-             rows.offsets[0], rows.offsets[-1])  # fmt: skip
+             rows.offsets[0], rows.offsets[-1])
     key_ranges, query_ranges = ranges = [launch.new(declared[field]) for field in ("key_ranges", "query_ranges")]
     wrong = launch.NONE if lengths is None else lengths.wrong
     _make(lengths, _RANGES, (_blocks(max(sides)), 2), (

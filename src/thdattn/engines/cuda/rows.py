@@ -64,9 +64,9 @@ def _gather(
     run.launch(prepared)
 
 
-def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None) -> tuple[Array, Array]:
+def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
     """Move gradients to rank order, the inverse of to_sequence_order; filler rows become 0."""
-    dk_ranks, dv_ranks = into or [launch.empty((len(plan.rank_order), *x.shape[1:]), x.dtype) for x in (dk, dv)]
+    dk_ranks, dv_ranks = (launch.empty((len(plan.rank_order), *x.shape[1:]), x.dtype) for x in (dk, dv))
     reorder(True, (dk_ranks, dv_ranks), ([dk], [dv]), plan.rank_order, plan.query_ranges)
     return dk_ranks, dv_ranks
 

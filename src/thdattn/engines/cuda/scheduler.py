@@ -65,7 +65,7 @@ def splits_per_kv_head(
         return [(group, math.inf)]
     choices = [(group // n, math.inf if n == 1 or n * head_dim <= SPLIT_COLUMNS
                 else SPLIT_COLUMNS * LONG_FROM / (n * head_dim))
-               for n in range(group, 0, -1) if group % n == 0]  # fmt: skip
+               for n in range(group, 0, -1) if group % n == 0]
     choices = choices[: 1 + [most for _, most in choices].index(math.inf)]
     visible = _visible_queries(plan)
     if visible:

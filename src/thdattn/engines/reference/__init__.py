@@ -19,7 +19,7 @@ from thdattn.engines.reference.arrays import (
     plan_arrays,
     plan_buffers,
     tiles,
-)  # fmt: skip
+)
 from thdattn.engines.reference.attention import (
     attn_bwd,
     attn_fwd,
@@ -29,7 +29,7 @@ from thdattn.engines.reference.attention import (
     plan_backward,
     rounded,
     sinks_grad,
-)  # fmt: skip
+)
 from thdattn.engines.reference.decode import attn_decode, cache_append, cache_fill
 from thdattn.engines.reference.rows import (
     add_partials,
@@ -38,7 +38,7 @@ from thdattn.engines.reference.rows import (
     to_rank_order,
     to_sequence_order,
     without_padding,
-)  # fmt: skip
+)
 
 name = "reference"
 device = "cpu"

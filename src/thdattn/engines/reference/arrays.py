@@ -105,7 +105,7 @@ def plan_buffers(plan: Plan) -> dict[str, Buffer]:
     ordered = plan.cp_size * rows if plan.cp_size > 1 else plan.key_rows if plan.is_cross else 0
     shapes = {"rows": (rows,), "positions": (rows,), "key_ranges": (rows, 2), "query_ranges": (plan.key_rows, 2),
               "all_rows": (ordered,), "query_tiles": (2, query_tiles), "key_tiles": (2, key_tiles),
-              "key_side": (sum(plan.key_side_sizes),)}  # fmt: skip
+              "key_side": (sum(plan.key_side_sizes),)}
     return {"valid": Buffer("plan", (rows,), np.dtype(bool)),
             **{field: Buffer("plan", shape, INT32, field) for field, shape in shapes.items()}}
 

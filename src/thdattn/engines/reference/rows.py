@@ -53,25 +53,19 @@ def _scatter(out: Array, order: Array, rows: Array) -> None:
 
 
 @on_host
-def to_rank_order(
-    dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None
-) -> tuple[Array, Array]:
+def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
     """Move gradients to rank order, the inverse of `to_sequence_order`: out[t] = in[rank_order[t]], 0 on filler rows.
 
     Args:
         dk, dv: (key_rows, ...), sequence order.
         plan: gives `rank_order`, (cp_size*local_key_rows,) int32.
-        into: arrays for dk_ranks and dv_ranks; None: new ones.
 
     Returns:
         dk_ranks, dv_ranks: (cp_size*local_key_rows, ...), the dtypes of the inputs.
     """
-    owned = plan.rank_order >= 0
-
-    dk_ranks, dv_ranks = into or [np.empty((len(plan.rank_order), *x.shape[1:]), x.dtype) for x in (dk, dv)]
-    for ranks, x in ((dk_ranks, dk), (dv_ranks, dv)):
-        ranks[...] = 0
-        ranks[owned] = x[plan.rank_order[owned]]
+    order = plan.rank_order
+    dk_ranks, dv_ranks = (empty((len(order), *x.shape[1:]), x.dtype) for x in (dk, dv))
+    pack_rows((dk, dv), order, (dk_ranks, dv_ranks))
     return dk_ranks, dv_ranks
 
 

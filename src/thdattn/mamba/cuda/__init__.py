@@ -10,7 +10,7 @@ from thdattn.mamba.cuda.backward import (
     mixer_conv_bwd,
     mixer_gate_states,
     mixer_gradients,
-)  # fmt: skip
+)
 from thdattn.mamba.cuda.decode import mixer_decode, mixer_fill
 from thdattn.mamba.cuda.forward import (
     mixer_activations,
@@ -26,6 +26,6 @@ from thdattn.mamba.cuda.forward import (
     mixer_start,
     mixer_states,
     mixer_tail,
-)  # fmt: skip
+)
 from thdattn.mamba.cuda.norm import mixer_norm
 from thdattn.mamba.cuda.trees import mixer_add_copies, mixer_clear_dt, mixer_starts

@@ -37,7 +37,7 @@ from thdattn.mamba.cuda.forward import (
     segment_chunks,
     segments_of,
     size_of,
-)  # fmt: skip
+)
 from thdattn.mamba.cuda.norm import norm_bwd
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
@@ -86,7 +86,7 @@ def _gradient_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
     made = [Buffer("dx", (rows, shape.d_inner), shape.dtype),
             Buffer("dB and dC", (_splits(chunks, shape), rows, shape.channels - shape.d_inner), FLOAT32),
             Buffer("ddt", (shape.num_heads, chunks * CHUNK), FLOAT32),
-            Buffer("partial sums of weights", (chunks, _numbers(shape)), FLOAT32)]  # fmt: skip
+            Buffer("partial sums of weights", (chunks, _numbers(shape)), FLOAT32)]
     if shape.norm:
         made.append(Buffer("partial sums of norm_weight", (chunks, shape.d_inner), FLOAT32))
     return made

@@ -34,12 +34,12 @@ def mixer_decode(zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, cache
     compiler.kernel(*instance("thd_mixer_decode_conv", dtype, shape.conv_width))(
         (-(-shape.channels // DECODE_CHANNELS), len(zxbcdt)), 256,
         (zxbcdt, cache.rows, weights.conv_weight, weights.conv_bias, cache.active, cache.work, size),
-    )  # fmt: skip
+    )
     compiler.kernel(*thd_mixer_decode(dtype, shape.state_dim, gates=shape.norm is None))(
         (shape.d_inner // DECODE_ROWS, len(zxbcdt)), DECODE_THREADS,
         (zxbcdt, cache.work, cache.states, weights.A_log, weights.D, weights.dt_bias, cache.active,
          *([] if shape.norm else [out]), size),
-    )  # fmt: skip
+    )
     if shape.norm:
         decode_norm(cache.work, zxbcdt, weights.norm_weight, cache.active, shape, out)
     return out
@@ -52,8 +52,8 @@ def mixer_fill(inputs: Inputs, act: Activations, segment_states: Array, cache: M
     compiler.kernel(*instance("thd_mixer_fill_rows", shape.dtype.name))(
         (-(-shape.reach * shape.channels // DECODE_CHANNELS), len(cache.rows)), 256,
         (zxbcdt, cache.rows, *lengths, np.int32(shape.reach), size),
-    )  # fmt: skip
+    )
     compiler.kernel(*thd_mixer_fill(shape.dtype.name, shape.state_dim))(
         (shape.d_inner // FILL_COLUMNS, len(cache.states)), DECODE_THREADS,
         (act.channels, act.dt, act.sums, segment_states, cache.states, *lengths, size),
-    )  # fmt: skip
+    )

@@ -181,7 +181,7 @@ def mixer_conv_states(inputs: Inputs, keep: bool) -> tuple[Activations, Array, A
     decays, run = _states(plan, shape, True)
     x = zxbcdt[:, shape.d_inner : 2 * shape.d_inner]
     run(boxes_of(x, CHUNK + ROWS_BEFORE), boxes_of(act.channels), halo, weights.conv_weight, weights.conv_bias,
-        act.sums, act.leave, states)  # fmt: skip
+        act.sums, act.leave, states)
     return act, states, decays
 
 

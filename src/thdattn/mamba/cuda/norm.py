@@ -31,7 +31,7 @@ def decode_norm(convolved: Array, zxbcdt: Array, weight: Array, active: Array, s
     compiler.kernel(*tile.thd_mixer_decode_norm(shape.dtype.name))(
         (-(-len(zxbcdt) // tile.rows), int(groups)), tile.threads,
         (convolved, zxbcdt, weight, out, active, groups, eps, mixer_size(len(zxbcdt), shape)),
-    )  # fmt: skip
+    )
 
 
 def norm_bwd(plan: Plan, shape: MixerShape) -> Launch:

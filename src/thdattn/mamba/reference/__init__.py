@@ -11,7 +11,7 @@ from thdattn.mamba.reference.conv import (
     mixer_forward_buffers,
     mixer_halo,
     mixer_tail,
-)  # fmt: skip
+)
 from thdattn.mamba.reference.decode import mixer_decode, mixer_fill
 from thdattn.mamba.reference.gate import mixer_gate_states, mixer_norm
 from thdattn.mamba.reference.ssd import (
@@ -25,7 +25,7 @@ from thdattn.mamba.reference.ssd import (
     mixer_segment_rows,
     mixer_start,
     mixer_states,
-)  # fmt: skip
+)
 from thdattn.mamba.reference.trees import mixer_add_copies, mixer_clear_dt, mixer_starts
 
 MIXER_SIZES: dict[str, range] = {}  # all sizes

@@ -24,7 +24,7 @@ from thdattn.mamba.reference.ssd import (
     slope,
     softplus,
     valid_rows,
-)  # fmt: skip
+)
 from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer

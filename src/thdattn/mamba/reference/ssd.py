@@ -264,7 +264,7 @@ def mixer_backward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
     rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
     made = [Buffer("dchannels", (rows, shape.channels), shape.dtype),
             Buffer("ddt", (rows, shape.num_heads), shape.sum_dtype),
-            Buffer("partial sums of dA and dD", (chunks, 2, shape.num_heads), shape.sum_dtype)]  # fmt: skip
+            Buffer("partial sums of dA and dD", (chunks, 2, shape.num_heads), shape.sum_dtype)]
     if shape.norm:
         made.append(Buffer("partial sums of dnorm", (chunks, shape.d_inner), shape.sum_dtype))
     return made
@@ -374,7 +374,7 @@ def _chunks(act: Activations, first: Array, shape: MixerShape, here: slice) -> _
         enter=decay(sums, (first < begin)[:, None]),
         leave=decay(last_sum - sums, (row >= last)[:, None]),
         through=decay(last_sum, (last < begin)[:, None])[..., 0],
-    )  # fmt: skip
+    )
 
 
 def _rows_of(segments: slice, num_rows: int) -> slice:
