@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from thdattn.arguments import as_array, as_count, as_host_ints, check_kind
-from thdattn.engines import Engine
+from thdattn.engines import Array, Engine
 from thdattn.packing import PackedBatch
 from thdattn.plan.mask import most_in_sight
 from thdattn.plan.plan import Plan
@@ -44,9 +44,9 @@ class KVCache:
     num_texts: int
     capacity: int
     window: tuple[int, int]
-    k: Any
-    v: Any
-    lengths: Any
+    k: Array
+    v: Array
+    lengths: Array
     _engine: Engine
     _kept: Kept = field(default_factory=Kept)
 
@@ -82,7 +82,7 @@ class KVCache:
         k, v, lengths = (copy_sequences(self._engine, x, sequences) for x in (self.k, self.v, self.lengths))
         return KVCache(len(sequences), self.capacity, self.window, k, v, lengths, self._engine)
 
-    def fill(self, k: Any, v: Any, plan: Plan) -> None:
+    def fill(self, k: Array, v: Array, plan: Plan) -> None:
         """Replace the cache's contents with the keys and values of a forward, sequence by sequence of the pack.
 
         Args:
@@ -128,7 +128,7 @@ class KVCache:
         """Return the value that this cache's calls keep for `key`; call `make` on a miss. See Kept."""
         return self._kept.memoize(key, make, self._engine.capture)
 
-    def _checked(self, name: str, x: Any, like: Any, plan: Plan) -> Any:
+    def _checked(self, name: str, x: Array, like: Array, plan: Plan) -> Any:
         return as_array(self._engine, name, x, (plan.local_key_rows, *like.shape[2:]), like.dtype,
                         " = (local_key_rows, num_kv_heads, width); pass what forward got", " as in the cache; cast it")
 
@@ -191,7 +191,7 @@ def as_sequences(sources: ArrayLike, num_texts: int) -> list[int]:
     return chosen
 
 
-def copy_sequences(engine: Engine, x: Any, sequences: list[int]) -> Any:
+def copy_sequences(engine: Engine, x: Array, sequences: list[int]) -> Any:
     """Return a new array of some sequences of an array of a cache, (num_texts, ...)."""
     made = engine.empty((len(sequences), *x.shape[1:]), x.dtype)
     for sequence, source in enumerate(sequences):

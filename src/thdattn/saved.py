@@ -9,7 +9,7 @@ import numpy as np
 
 from thdattn.arguments import as_array, check_kind, check_same, found, is_array, shown
 from thdattn.comm.slices import address
-from thdattn.engines import Engine
+from thdattn.engines import Array, Engine
 from thdattn.methods.all_gather import GatheredKV
 from thdattn.methods.base import lse_dtype
 from thdattn.plan.plan import Plan
@@ -34,16 +34,16 @@ class Saved:
         generation: the Generation of the plan's lengths if these are on a GPU, else None.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse: Any
-    max_logit: Any
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    max_logit: Array
     plan: Plan
     made_with: dict[str, Any]
     keys: tuple[Any, ...] | None = None
-    sinks: Any = None
+    sinks: Array = None
     generation: Any = None
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ def check_saved(saved: Saved, kind: Any) -> None:
             )
 
 
-def check_keys(engine: Engine, keys: GatheredKV, k: Any, v: Any, plan: Plan) -> None:
+def check_keys(engine: Engine, keys: GatheredKV, k: Array, v: Array, plan: Plan) -> None:
     """Raise for keys that were not gathered for a call with these k, v and plan, and for other objects.
 
     k and v are a user's arrays; `keys` also knows those that gather has copied, as they were not contiguous.
@@ -105,7 +105,7 @@ def as_rows(engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np
     )
 
 
-def as_sinks(engine: Engine, sinks: Any, num_heads: int, dtype: np.dtype[Any], wanted: bool) -> Any:
+def as_sinks(engine: Engine, sinks: Array, num_heads: int, dtype: np.dtype[Any], wanted: bool) -> Any:
     """Return the engine's array of the sinks that a user passed, or None for an attention without.
 
     Raises:

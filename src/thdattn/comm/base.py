@@ -14,6 +14,7 @@ from thdattn.comm.agreement import Fields, settle
 from thdattn.comm.checks import ArgumentChecks
 from thdattn.comm.overlap import CollectivesInTurn, Pending, no_wait
 from thdattn.comm.slices import Slices, buffer_for, packed, unpack
+from thdattn.engines import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,7 +62,7 @@ class Comm(ArgumentChecks, CollectivesInTurn):
         self._groups: list[Comm] = []
         self._before_close: list[Callable[[], None]] = []
 
-    def all_gather(self, send: Any, recv: Any) -> None:
+    def all_gather(self, send: Array, recv: Array) -> None:
         """Put every rank's rows into one array, rank 0's first.
 
         Args:
@@ -78,7 +79,7 @@ class Comm(ArgumentChecks, CollectivesInTurn):
         with self.watched("all_gather", send):
             self._all_gather(send, recv)
 
-    def reduce_scatter(self, send: Any, recv: Any) -> None:
+    def reduce_scatter(self, send: Array, recv: Array) -> None:
         """Add all ranks' arrays and keep this rank's share of the rows.
 
         Args:
@@ -103,7 +104,7 @@ class Comm(ArgumentChecks, CollectivesInTurn):
         with self.watched("reduce_scatter", send):
             self._reduce_scatter(send, recv)
 
-    def all_reduce(self, array: Any, op: str) -> None:
+    def all_reduce(self, array: Array, op: str) -> None:
         """Replace the array by its element-wise sum or maximum over all ranks.
 
         Args:
@@ -241,7 +242,7 @@ class Comm(ArgumentChecks, CollectivesInTurn):
             self._closed = True
             self._close()
 
-    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+    def watched(self, what: str, array: Array = None) -> AbstractContextManager[object]:
         """Return a block, with init's deadline, for work that waits for other ranks on the host or the current stream.
 
         Collectives are watched already; inside the block they count as one operation. Nothing is watched while the
@@ -281,18 +282,18 @@ class Comm(ArgumentChecks, CollectivesInTurn):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
 
-    def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+    def _watched(self, what: str, array: Array = None) -> AbstractContextManager[object]:
         """Return the block of `watched`; timelines do not show it."""
         return _UNWATCHED
 
     @abstractmethod
-    def _all_gather(self, send: Any, recv: Any) -> None: ...
+    def _all_gather(self, send: Array, recv: Array) -> None: ...
 
     @abstractmethod
-    def _reduce_scatter(self, send: Any, recv: Any) -> None: ...
+    def _reduce_scatter(self, send: Array, recv: Array) -> None: ...
 
     @abstractmethod
-    def _all_reduce(self, array: Any, op: str) -> None: ...
+    def _all_reduce(self, array: Array, op: str) -> None: ...
 
     def _exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Callable[[], None]:
         buffers = [(buffer_for(array), peer) for array, peer in recvs]

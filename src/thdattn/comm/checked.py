@@ -14,6 +14,7 @@ from thdattn.arguments import as_bool, is_array, shown
 from thdattn.comm.base import Comm
 from thdattn.comm.overlap import Arrival
 from thdattn.comm.slices import AllToAllSpec, Slices
+from thdattn.engines import Array
 
 AnyComm = TypeVar("AnyComm", bound=Comm)
 
@@ -23,15 +24,15 @@ class CheckedCollectives(Comm):
 
     checks = True
 
-    def all_gather(self, send: Any, recv: Any) -> None:
+    def all_gather(self, send: Array, recv: Array) -> None:
         self.agree("all_gather", {"send": _kind(send), "recv": _kind(recv)})
         super().all_gather(send, recv)
 
-    def reduce_scatter(self, send: Any, recv: Any) -> None:
+    def reduce_scatter(self, send: Array, recv: Array) -> None:
         self.agree("reduce_scatter", {"send": _kind(send), "recv": _kind(recv)})
         super().reduce_scatter(send, recv)
 
-    def all_reduce(self, array: Any, op: str) -> None:
+    def all_reduce(self, array: Array, op: str) -> None:
         self.agree("all_reduce", {"array": _kind(array), "op": op})
         super().all_reduce(array, op)
 
@@ -41,14 +42,14 @@ class CheckedCollectives(Comm):
         return super().exchange(sends, recvs, sizes)
 
     def all_to_all(
-        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+        self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], at_once: bool = False
     ) -> Callable[[], None]:
         sizes = None if spec.sizes is None else spec.sizes.ravel()
         self.agree("exchange of slices", {"sizes": sizes, "at_once": at_once})
         return super().all_to_all(spec, sends, recvs, at_once)
 
     def gather_heads(
-        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+        self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
     ) -> list[Arrival]:
         groups = [[_kind(part) for part in parts] for parts in recvs]
         self.agree("gather of keys", {"rows": list(map(_kind, sends)), "groups": groups, "at_once": at_once})
@@ -102,5 +103,5 @@ def _checked(kind: type[Comm]) -> Any:
     return type(kind.__name__, (CheckedCollectives, kind), {})
 
 
-def _kind(array: Any) -> str:
+def _kind(array: Array) -> str:
     return f"{array.dtype} {tuple(array.shape)}" if is_array(array) else shown(array)

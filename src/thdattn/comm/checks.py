@@ -10,6 +10,7 @@ import numpy as np
 
 from thdattn.arguments import as_int, found
 from thdattn.comm.slices import Slices, address
+from thdattn.engines import Array
 
 _ARRAY_KINDS = {"cpu": "NumPy", "cuda": "CuPy"}
 
@@ -29,14 +30,14 @@ class ArgumentChecks:
         if self._closed:
             raise RuntimeError(f"this {self.name} comm is closed; call thdattn.comm.init() for a new one")
 
-    def _check_array(self, name: str, array: Any) -> None:
+    def _check_array(self, name: str, array: Array) -> None:
         self._check_kind(name, array)
         if not array.flags.c_contiguous:
             raise TypeError(
                 f"{name} is not C-contiguous (shape {array.shape}, strides {array.strides}); copy it first"
             )
 
-    def _check_kind(self, name: str, array: Any) -> None:
+    def _check_kind(self, name: str, array: Array) -> None:
         self._check_open()
         if _device(array) not in self.devices:
             kind = type(array)
@@ -56,11 +57,11 @@ class ArgumentChecks:
                 f"under cupy.cuda.Device({self._gpu}), which was current when this comm was made"
             )
 
-    def _check_writable(self, name: str, array: Any) -> None:
+    def _check_writable(self, name: str, array: Array) -> None:
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ValueError(f"{name} is read-only, but is to be overwritten; copy it first")
 
-    def _check_buffers(self, send: Any, recv: Any) -> None:
+    def _check_buffers(self, send: Array, recv: Array) -> None:
         self._check_array("send", send)
         self._check_array("recv", recv)
         self._check_writable("recv", recv)
@@ -87,7 +88,7 @@ class ArgumentChecks:
         if sizes is not None:
             self._check_sizes(sends, recvs, np.asarray(sizes))
 
-    def _check_slice(self, name: str, array: Any, peer: int) -> str | None:
+    def _check_slice(self, name: str, array: Array, peer: int) -> str | None:
         """Check one slice and return its device."""
         self._check_kind(name, array)
         if array.ndim == 0:
@@ -120,14 +121,14 @@ class ArgumentChecks:
                     f"both from one plan"
                 )
 
-    def _check_shape(self, recv: Any, wanted: tuple[int, ...], rule: str) -> None:
+    def _check_shape(self, recv: Array, wanted: tuple[int, ...], rule: str) -> None:
         if recv.shape != wanted:
             raise ValueError(
                 f"recv has shape {recv.shape}; with {self.size} ranks it must be {wanted} ({rule}, "
                 f"other dimensions as send)"
             )
 
-    def _check_sum_dtype(self, name: str, array: Any) -> None:
+    def _check_sum_dtype(self, name: str, array: Array) -> None:
         if array.dtype.name not in self.sum_dtypes:
             raise TypeError(
                 f"{name} is {array.dtype}; the {self.name} backend sums {', '.join(sorted(self.sum_dtypes))}; "
@@ -135,7 +136,7 @@ class ArgumentChecks:
             )
 
 
-def _has_whole_rows(array: Any) -> bool:
+def _has_whole_rows(array: Array) -> bool:
     """Return whether the elements of each row are contiguous, and rows do not overlap."""
     row = array[:1]
     return bool(row.flags.c_contiguous and array.strides[0] >= row.nbytes)
@@ -157,7 +158,7 @@ def as_timeout(timeout: Any) -> float:
     return seconds
 
 
-def _device(array: Any) -> str | None:
+def _device(array: Array) -> str | None:
     if isinstance(array, np.ndarray):
         return "cpu"
     # The module's name tells, so that installations without CuPy need not import it.

@@ -13,6 +13,7 @@ import numpy as np
 from thdattn.arguments import found
 from thdattn.comm.base import Comm
 from thdattn.comm.slices import Slices
+from thdattn.engines import Array
 
 
 class Levels(Comm):
@@ -56,7 +57,7 @@ class Levels(Comm):
             part.before_close(self._act_before_close)
 
     @contextmanager
-    def _watched(self, what: str, array: Any = None) -> Iterator[None]:
+    def _watched(self, what: str, array: Array = None) -> Iterator[None]:
         with self.inner._watched(what, array), self.outer._watched(what, array):
             yield
 
@@ -75,17 +76,17 @@ class Levels(Comm):
         for part in (self.inner, self.outer):
             part._check_open()
 
-    def _all_gather(self, send: Any, recv: Any) -> None:
+    def _all_gather(self, send: Array, recv: Array) -> None:
         rows = np.empty_like(send, shape=(self.inner.size * len(send), *send.shape[1:]))
         self.inner.all_gather(send, rows)
         self.outer.all_gather(rows, recv)
 
-    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+    def _reduce_scatter(self, send: Array, recv: Array) -> None:
         rows = np.empty_like(send, shape=(self.inner.size * len(recv), *recv.shape[1:]))
         self.outer.reduce_scatter(send, rows)
         self.inner.reduce_scatter(rows, recv)
 
-    def _all_reduce(self, array: Any, op: str) -> None:
+    def _all_reduce(self, array: Array, op: str) -> None:
         self.inner.all_reduce(array, op)
         self.outer.all_reduce(array, op)
 

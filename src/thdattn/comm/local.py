@@ -17,6 +17,7 @@ from thdattn.comm import Comm
 from thdattn.comm.checked import kind_of
 from thdattn.comm.checks import as_timeout
 from thdattn.comm.slices import Slices
+from thdattn.engines import Array
 
 Result = TypeVar("Result")
 
@@ -142,13 +143,13 @@ class LocalComm(Comm):
         super().__init__(rank, len(rendezvous.ranks))
         self._rendezvous = rendezvous
 
-    def _all_gather(self, send: Any, recv: Any) -> None:
+    def _all_gather(self, send: Array, recv: Array) -> None:
         rows = send.shape[0]
         for rank, part in enumerate(self._meet("all_gather", send)):
             recv[rank * rows : (rank + 1) * rows] = part
         self._release("all_gather", send)
 
-    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+    def _reduce_scatter(self, send: Array, recv: Array) -> None:
         rows = recv.shape[0]
         mine = slice(self.rank * rows, (self.rank + 1) * rows)
         first, *others = self._meet("reduce_scatter", send)
@@ -157,7 +158,7 @@ class LocalComm(Comm):
             recv += other[mine]
         self._release("reduce_scatter", send)
 
-    def _all_reduce(self, array: Any, op: str) -> None:
+    def _all_reduce(self, array: Array, op: str) -> None:
         combine = np.add if op == "sum" else np.maximum  # CuPy arrays bring their own through __array_ufunc__
         first, *others = self._meet(f"all_reduce {op}", array)
         total = first.copy()
@@ -198,14 +199,14 @@ class LocalComm(Comm):
         places = rendezvous.exchange(self.rank, "the end of split", place)
         return type(self)(members.index(self.rank), places[members[0]])
 
-    def _meet(self, operation: str, array: Any) -> list[Any]:
+    def _meet(self, operation: str, array: Array) -> list[Any]:
         return self._come(f"{operation} of {array.shape} {array.dtype}", array, array)
 
-    def _release(self, operation: str, array: Any) -> None:
+    def _release(self, operation: str, array: Array) -> None:
         """Wait until no other rank reads an array any more, so that it may be overwritten."""
         self._come(f"the end of {operation}", None, array)
 
-    def _come(self, what: str, value: Any, array: Any) -> list[Any]:
+    def _come(self, what: str, value: Any, array: Array) -> list[Any]:
         """Return all ranks' values; the work of their streams so far comes before later work of this rank's stream.
 
         Args:
@@ -219,7 +220,7 @@ class LocalComm(Comm):
                 mine.stream.wait_event(point.event)
         return list(values)
 
-    def _point(self, array: Any) -> _Point | None:
+    def _point(self, array: Array) -> _Point | None:
         """Record how far this rank's current stream has come; None for host arrays."""
         if self.size == 1 or array is None or isinstance(array, np.ndarray):
             return None

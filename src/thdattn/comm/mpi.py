@@ -18,6 +18,7 @@ from thdattn.comm import Comm, launcher
 from thdattn.comm.failures import watchdog
 from thdattn.comm.launcher import ALONE, Launcher
 from thdattn.comm.slices import Slices
+from thdattn.engines import Array
 from thdattn.install import remedy
 
 SECONDS_TO_BE_HEARD = 0.5
@@ -46,16 +47,16 @@ class MpiComm(Comm):
         self._watch = watch(world, timeout)
         find_ranks(world, self._watch)
 
-    def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+    def _watched(self, what: str, array: Array = None) -> AbstractContextManager[object]:
         return self._watch.waiting(what, array)
 
-    def _all_gather(self, send: Any, recv: Any) -> None:
+    def _all_gather(self, send: Array, recv: Array) -> None:
         self._world.Allgather(_as_unsigned(send), _as_unsigned(recv))
 
-    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+    def _reduce_scatter(self, send: Array, recv: Array) -> None:
         self._world.Reduce_scatter_block(send, recv, op=self._ops["sum"])
 
-    def _all_reduce(self, array: Any, op: str) -> None:
+    def _all_reduce(self, array: Array, op: str) -> None:
         self._world.Allreduce(self._in_place, array, op=self._ops[op])
 
     def _send_receive(self, sends: Slices, recvs: Slices) -> None:

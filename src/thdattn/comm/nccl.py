@@ -27,6 +27,7 @@ from thdattn.comm.failures.outcomes import Outcome, Waiting, attempt, results
 from thdattn.comm.failures.watchdog import PATIENCE_AT_START, Lane
 from thdattn.comm.overlap import slices_to_exchange
 from thdattn.comm.slices import AllToAllSpec, Slices
+from thdattn.engines import Array
 from thdattn.install import remedy
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class NcclComm(Comm):
         taken = f"'nccl': {self.no_peer_memory}" if self.no_peer_memory else "'peer'"
         return f"<NcclComm rank {self.rank} of {self.size}, transport {taken}>"
 
-    def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+    def _watched(self, what: str, array: Array = None) -> AbstractContextManager[object]:
         lane = self._lane()
         return nullcontext() if lane is None else self._watch.enqueued(lane, what, array)
 
@@ -125,18 +126,18 @@ class NcclComm(Comm):
             return nullcontext()
         return self._watch.enqueued(lane_of(self._cupy, self._gpu, stream), "exchange beside kernels")
 
-    def _all_gather(self, send: Any, recv: Any) -> None:
+    def _all_gather(self, send: Array, recv: Array) -> None:
         if send.size:
             self._nccl.allGather(send.data.ptr, recv.data.ptr, send.nbytes, self._bytes, self._stream())
 
-    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+    def _reduce_scatter(self, send: Array, recv: Array) -> None:
         if recv.size:
             dtype = self._dtypes[send.dtype.name]
             self._nccl.reduceScatter(
                 send.data.ptr, recv.data.ptr, recv.size, dtype, self._ops["sum"], self._stream()
             )
 
-    def _all_reduce(self, array: Any, op: str) -> None:
+    def _all_reduce(self, array: Array, op: str) -> None:
         if array.size:
             dtype, pointer = self._dtypes[array.dtype.name], array.data.ptr
             self._nccl.allReduce(pointer, pointer, array.size, dtype, self._ops[op], self._stream())
@@ -160,7 +161,7 @@ class NcclComm(Comm):
             self._module.groupEnd()
 
     def gather_heads(
-        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+        self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
     ) -> list[Arrival]:
         if self._beside is None:
             return super().gather_heads(sends, recvs)
@@ -173,7 +174,7 @@ class NcclComm(Comm):
         return [self._watched_arrival(what, marks, arrival) for arrival in arrivals]
 
     def all_to_all(
-        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+        self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], at_once: bool = False
     ) -> Callable[[], None]:
         if self._beside is None or (self.reads_peers and not self._beside.exchanges_by_kernel(spec, at_once)):
             return super().all_to_all(spec, sends, recvs, at_once)
@@ -198,7 +199,7 @@ class NcclComm(Comm):
             return self._beside.owner_partials(shapes, largest, at_once)
 
     def reduce_partials(
-        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
+        self, rows: Array, results: Sequence[Array], at_once: bool, in_rank_order: bool = True
     ) -> Callable[[], None]:
         if self._beside is None:
             return super().reduce_partials(rows, results, at_once, in_rank_order)
@@ -228,7 +229,7 @@ class NcclComm(Comm):
             return super().exchange_bytes(sizes, strided)
         return self._beside.exchange_bytes(sizes, strided)
 
-    def _watched_kernel(self, what: str, array: Any) -> tuple[int, int]:
+    def _watched_kernel(self, what: str, array: Array) -> tuple[int, int]:
         """Return the address and number that the next kernel on the current stream marks its begin and end with.
 
         That kernel waits for other ranks by itself.

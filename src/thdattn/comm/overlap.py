@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.comm.slices import AllToAllSpec, Slices, copy
+from thdattn.engines import Array
 
 
 def no_wait() -> None:
@@ -65,7 +66,7 @@ class Arrival(NamedTuple):
         rank's rows and waits for those of the other ranks. None: `wait` alone waits for them.
     """
 
-    parts: Sequence[Sequence[Any]]
+    parts: Sequence[Sequence[Array]]
     wait: Callable[[], None] = no_wait
     done: Callable[[], None] = no_wait
     peer_exchange: PeerExchange | None = None
@@ -79,7 +80,7 @@ class OverlappedCollectives(ABC):
 
     @abstractmethod
     def gather_heads(
-        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+        self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
     ) -> list[Arrival]:
         """Start to gather all ranks' rows, one group of heads after another.
 
@@ -120,7 +121,7 @@ class OverlappedCollectives(ABC):
         raise NotImplementedError(f"{self!r} does not see what other ranks have")
 
     def reduce_partials(
-        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
+        self, rows: Array, results: Sequence[Array], at_once: bool, in_rank_order: bool = True
     ) -> Callable[[], None]:
         """Start to add all ranks' partial sums of the rows that this rank owns, rounded once.
 
@@ -178,7 +179,7 @@ class CollectivesInTurn(OverlappedCollectives):
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]: ...
 
     def all_to_all(
-        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+        self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], at_once: bool = False
     ) -> Callable[[], None]:
         """Start to send every rank its slices of some arrays, and to write the slices of all ranks into other arrays.
 
@@ -194,7 +195,7 @@ class CollectivesInTurn(OverlappedCollectives):
         return self.exchange(*slices_to_exchange(self.rank, self.size, spec, sends, recvs), spec.sizes)
 
     def gather_heads(
-        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+        self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
     ) -> list[Arrival]:
         first = [0] * len(sends)
         for parts in recvs:
@@ -204,7 +205,7 @@ class CollectivesInTurn(OverlappedCollectives):
                 first[i] += part.shape[1]
         return [Arrival([[part] for part in parts]) for parts in recvs]
 
-    def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> None:
+    def sum_rows(self, partials: Sequence[Array], results: Sequence[Array]) -> None:
         """Add all ranks' arrays and keep this rank's rows of the sum, rounded once.
 
         Args:
@@ -229,7 +230,7 @@ class CollectivesInTurn(OverlappedCollectives):
 
 
 def slices_to_exchange(
-    rank: int, size: int, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any]
+    rank: int, size: int, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array]
 ) -> tuple[Slices, Slices]:
     """Copy a rank's slices for itself; return those that it sends and those that it receives, see all_to_all."""
     for out, send, place, recv in zip(spec.outs, sends, spec.ins, recvs, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 from thdattn.comm.base import Comm
 from thdattn.comm.slices import Slices
+from thdattn.engines import Array
 
 
 class SingleComm(Comm):
@@ -20,13 +21,13 @@ class SingleComm(Comm):
     def __init__(self) -> None:
         super().__init__(0, 1)
 
-    def _all_gather(self, send: Any, recv: Any) -> None:
+    def _all_gather(self, send: Array, recv: Array) -> None:
         recv[...] = send
 
-    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+    def _reduce_scatter(self, send: Array, recv: Array) -> None:
         recv[...] = send
 
-    def _all_reduce(self, array: Any, op: str) -> None:
+    def _all_reduce(self, array: Array, op: str) -> None:
         pass
 
     def _send_receive(self, sends: Slices, recvs: Slices) -> None:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Slices = Sequence[tuple[Any, int]]  # (slice, rank that it is sent to or received from)
+from thdattn.engines import Array
+
+Slices = Sequence[tuple[Array, int]]  # (slice, rank that it is sent to or received from)
 
 
 class SliceSpec(NamedTuple):
@@ -24,7 +26,7 @@ class SliceSpec(NamedTuple):
     begins: tuple[int, ...]
     ends: tuple[int, ...]
 
-    def of(self, array: Any, rank: int) -> Any:
+    def of(self, array: Array, rank: int) -> Array:
         """Return the slice of one rank."""
         part = slice(self.begins[rank], self.ends[rank])
         return array[:, part] if self.axis else array[part]
@@ -65,49 +67,49 @@ class Rows(NamedTuple):
     pitch: int
 
 
-def address(array: Any) -> int:
+def address(array: Array) -> int:
     """Return the address of the first byte of a NumPy or CuPy array."""
     interface = getattr(array, "__array_interface__", None)
     return int(interface["data"][0] if interface else array.data.ptr)
 
 
-def rows_of(array: Any) -> Rows:
+def rows_of(array: Array) -> Rows:
     """Return where the bytes of a slice are, which must not be empty."""
     width = array.nbytes // len(array)
     return Rows(address(array), len(array), width, width if array.flags.c_contiguous else array.strides[0])
 
 
-def packed(array: Any) -> Any:
+def packed(array: Array) -> Array:
     """Return the rows of a slice as (bytes,) uint8, without gaps: a view where there are none, else a copy."""
     words = _words(array)
     return (words if words.flags.c_contiguous else words.copy()).reshape(-1).view("u1")
 
 
-def buffer_for(array: Any) -> Any:
+def buffer_for(array: Array) -> Array:
     """Return (bytes,) uint8 memory for the rows of a slice without gaps: its own where it has none."""
     words = _words(array)
     # For CuPy arrays NumPy calls cupy.empty_like.
     return (words if words.flags.c_contiguous else np.empty_like(words, order="C")).reshape(-1).view("u1")
 
 
-def unpack(array: Any, made: Any) -> None:
+def unpack(array: Array, made: Array) -> None:
     """Write the received bytes of a buffer_for into its slice, unless they are in its own memory already."""
     words = _words(array)
     if not words.flags.c_contiguous:
         words[...] = made.view(words.dtype).reshape(words.shape)
 
 
-def copy(place: Any, source: Any) -> None:
+def copy(place: Array, source: Array) -> None:
     """Copy a slice to another one of as many rows and bytes; CuPy arrays by a kernel on the current stream."""
     size = min(_word(place), _word(source))
     _words(place, size)[...] = _words(source, size)
 
 
-def _words(array: Any, size: int = 0) -> Any:
+def _words(array: Array, size: int = 0) -> Array:
     """Return a slice as (rows, words) of the widest unsigned integers that fit: fewer words are copied faster."""
     return array.reshape(len(array), -1).view(f"u{size or _word(array)}")
 
 
-def _word(array: Any) -> int:
+def _word(array: Array) -> int:
     at = rows_of(array)
     return math.gcd(at.address, at.width, at.pitch, 8)

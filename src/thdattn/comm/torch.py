@@ -16,6 +16,7 @@ from thdattn.arguments import found
 from thdattn.comm import Comm, launcher, nccl
 from thdattn.comm.failures.watchdog import Watch, flush
 from thdattn.comm.slices import Slices
+from thdattn.engines import Array
 
 
 class TorchComm(Comm):
@@ -70,7 +71,7 @@ class TorchComm(Comm):
             self._watch.start()
             self._watch.find_ranks(self.rank, self._gather_values)
 
-    def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+    def _watched(self, what: str, array: Array = None) -> AbstractContextManager[object]:
         if self._gpu is None or isinstance(array, np.ndarray):
             return self._on_host(what, array)
         stream = self._cupy.cuda.get_current_stream()
@@ -79,7 +80,7 @@ class TorchComm(Comm):
         return self._watch.enqueued(nccl.lane_of(self._cupy, self._gpu, stream), what, array)
 
     @contextmanager
-    def _on_host(self, what: str, array: Any = None) -> Iterator[None]:
+    def _on_host(self, what: str, array: Array = None) -> Iterator[None]:
         """Watch a block that waits for other ranks; where torch's timeout ends it, name the late ranks on stderr."""
         begun = time.monotonic()
         with self._watch.waiting(what, array):
@@ -89,12 +90,12 @@ class TorchComm(Comm):
                 self._watch.say_who_is_late(what, time.monotonic() - begun)
                 raise
 
-    def _all_gather(self, send: Any, recv: Any) -> None:
+    def _all_gather(self, send: Array, recv: Array) -> None:
         if send.size:
             with self._stream_of(send):
                 self._gather(self._tensor(_as_bytes(recv)), self._tensor(_as_bytes(send)), group=self._group)
 
-    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+    def _reduce_scatter(self, send: Array, recv: Array) -> None:
         if isinstance(send, np.ndarray):
             total, rows = send.copy(), recv.shape[0]
             self._all_reduce(total, "sum")
@@ -103,7 +104,7 @@ class TorchComm(Comm):
             with self._stream_of(send):
                 self._scatter(self._tensor(recv), self._tensor(send), op=self._ops["sum"], group=self._group)
 
-    def _all_reduce(self, array: Any, op: str) -> None:
+    def _all_reduce(self, array: Array, op: str) -> None:
         if array.size:
             with self._stream_of(array):
                 self._distributed.all_reduce(self._tensor(array), op=self._ops[op], group=self._group)
@@ -161,11 +162,11 @@ class TorchComm(Comm):
         """Let go of the group: torch ends its threads when nobody holds it, which must be before the program ends."""
         self._group = None
 
-    def _tensor(self, array: Any) -> Any:
+    def _tensor(self, array: Array) -> Any:
         """Return the array as a tensor over the same memory."""
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else self._torch.from_dlpack(array)
 
-    def _stream_of(self, array: Any) -> AbstractContextManager[Any]:
+    def _stream_of(self, array: Array) -> AbstractContextManager[Any]:
         """Make CuPy's current stream torch's, so that torch's work comes after and before the engine's."""
         if isinstance(array, np.ndarray):
             return nullcontext()
@@ -219,7 +220,7 @@ def _devices(config: str, has_gpu: bool) -> frozenset[str]:
     return devices
 
 
-def _as_bytes(array: Any) -> Any:
+def _as_bytes(array: Array) -> Any:
     """Return the array's bytes, since torch knows fewer dtypes; a copy of a read-only array, as torch would warn."""
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         array = array.copy()

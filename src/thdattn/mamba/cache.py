@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from thdattn.arguments import as_count, check_kind, check_same
-from thdattn.engines import Engine
+from thdattn.engines import Array, Engine
 from thdattn.kv_cache import as_sequences, check_one_rank, check_sequences, copy_sequences
 from thdattn.mamba import context_parallel, mixer_engine
 from thdattn.mamba.context_parallel import Kept
@@ -30,7 +30,7 @@ class Mamba2Saved:
         generation: the Generation of the plan's lengths where these are on a GPU, else None.
     """
 
-    zxbcdt: Any
+    zxbcdt: Array
     weights: Mamba2Weights
     plan: Plan
     kept: Kept
@@ -60,10 +60,10 @@ class Mamba2Cache:
     """
 
     num_texts: int
-    rows: Any
-    states: Any
-    active: Any
-    work: Any
+    rows: Array
+    states: Array
+    active: Array
+    work: Array
     _shape: MixerShape
     _engine: Engine
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
+from thdattn.engines import Array
 from thdattn.mamba.shape import Inputs, segment_rows
 from thdattn.plan.memory import Memory, largest_windows
 from thdattn.plan.workspace import Buffer, bytes_by_name, total_bytes
@@ -44,9 +45,9 @@ class Kept(NamedTuple):
     act: the results of the convolution; None: backward recomputes them.
     """
 
-    y: Any
-    halo: Any
-    states: Any
+    y: Array
+    halo: Array
+    states: Array
     act: Activations | None = None
 
 
@@ -62,7 +63,7 @@ class Layer(NamedTuple):
     keep: bool = True
 
 
-def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tuple[Any, Kept]:
+def forward(layer: Layer, plan: Plan, zxbcdt: Array, weights: Mamba2Weights) -> tuple[Any, Kept]:
     """Compute out of this rank's rows, and what the backward needs; see Mamba2Mixer.
 
     zxbcdt, weights: the engine's arrays.
@@ -79,7 +80,7 @@ def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tu
     return out, kept
 
 
-def compute(layer: Layer, inputs: Inputs, out: Any, pass_states: PassStates) -> Kept:
+def compute(layer: Layer, inputs: Inputs, out: Array, pass_states: PassStates) -> Kept:
     """Compute out, a given array, of rows whose halo has arrived."""
     engine, _, shape, keep = layer
     act, states, decays = engine.mixer_conv_states(inputs, keep)
@@ -114,7 +115,7 @@ def memory(layer: Layer, plan: Plan) -> Memory:
                   {"dzxbcdt": zxbcdt.nbytes, "dweights": dweights})
 
 
-def of_ranks(name: str, plan: Plan, send: Any) -> Buffer:
+def of_ranks(name: str, plan: Plan, send: Array) -> Buffer:
     """Declare the arrays of all ranks, one behind the other, for a gather of an array or buffer."""
     return Buffer(f"{name} of ranks", (plan.cp_size * send.shape[0], *send.shape[1:]), send.dtype)
 
@@ -125,7 +126,7 @@ def activations(engine: MixerEngine, inputs: Inputs, kept: Kept) -> Activations:
 
 
 def backward(
-    layer: Layer, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept
+    layer: Layer, plan: Plan, dout: Array, zxbcdt: Array, weights: Mamba2Weights, kept: Kept
 ) -> tuple[Any, Mamba2Weights]:
     """Return the gradients of forward: dzxbcdt of this rank's rows, and their partial sums of the weights' gradients.
     """
@@ -142,7 +143,7 @@ def backward(
 
 
 def compute_gradients(
-    layer: Layer, inputs: Inputs, dout: Any, kept: Kept, dzxbcdt: Any, pass_states: PassStates
+    layer: Layer, inputs: Inputs, dout: Array, kept: Kept, dzxbcdt: Array, pass_states: PassStates
 ) -> tuple[Mamba2Weights, Any]:
     """Compute dzxbcdt, a given array, as far as it comes from this rank's rows, and return what mixer_conv_bwd does."""
     engine, states = layer.engine, kept.states
@@ -154,7 +155,7 @@ def compute_gradients(
 
 
 def _pass_states(
-    layer: Layer, plan: Plan, states: Any, decays: Any, scan: Callable[[slice], None], reverse: bool = False
+    layer: Layer, plan: Plan, states: Array, decays: Array, scan: Callable[[slice], None], reverse: bool = False
 ) -> None:
     """Turn what segments add to states into the states in front of them, through all ranks, and scan all segments.
 
@@ -173,7 +174,7 @@ def _pass_states(
     scan(others)
 
 
-def gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]:
+def gather(comm: Comm, plan: Plan, name: str, send: Array) -> tuple[Any, Pending]:
     """Start to gather the arrays of all ranks, one behind the other in a buffer of the plan, and return it with its
     Pending.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from thdattn.arguments import is_array, shown
+from thdattn.engines import Array
 
 if TYPE_CHECKING:
     from thdattn.packing import PackedBatch
@@ -30,11 +31,11 @@ def segment_rows(batch: PackedBatch, most: int) -> int:
 class _Weights(NamedTuple):
     """Five weights that every mixer has."""
 
-    conv_weight: Any
-    conv_bias: Any
-    A_log: Any
-    D: Any
-    dt_bias: Any
+    conv_weight: Array
+    conv_bias: Array
+    A_log: Array
+    D: Array
+    dt_bias: Array
 
 
 class Mamba2Weights(_Weights):
@@ -53,10 +54,10 @@ class Mamba2Weights(_Weights):
         norm_weight: (d_inner,), the factor of each column after the norm; None for a mixer without one.
     """
 
-    norm_weight: Any = None
+    norm_weight: Array = None
 
     def __new__(
-        cls, conv_weight: Any, conv_bias: Any, A_log: Any, D: Any, dt_bias: Any, norm_weight: Any = None
+        cls, conv_weight: Array, conv_bias: Array, A_log: Array, D: Array, dt_bias: Array, norm_weight: Array = None
     ) -> Mamba2Weights:
         """Make a tuple of five arrays, or of six."""
         if norm_weight is None:
@@ -146,12 +147,12 @@ class MixerShape(NamedTuple):
         heads, of_norm = (self.num_heads,), (self.d_inner,) if self.norm else None
         return Mamba2Weights((self.channels, self.conv_width), (self.channels,), heads, heads, heads, of_norm)
 
-    def parts(self, zxbcdt: Any) -> tuple[Any, Any, Any]:
+    def parts(self, zxbcdt: Array) -> tuple[Any, Any, Any]:
         """Return views of the columns z, of x, B and C together, and dt."""
         inner, behind = self.d_inner, self.d_inner + self.channels
         return zxbcdt[:, :inner], zxbcdt[:, inner:behind], zxbcdt[:, behind:]
 
-    def split(self, channels: Any) -> tuple[Any, Any, Any]:
+    def split(self, channels: Array) -> tuple[Any, Any, Any]:
         """Return views of the columns x, B and C, each (rows, heads or groups, width)."""
         inner, width, rows = self.d_inner, self.num_groups * self.state_dim, len(channels)
         x, b, c = channels[:, :inner], channels[:, inner : inner + width], channels[:, inner + width :]
@@ -166,11 +167,11 @@ class Inputs(NamedTuple):
     halo: (reach, channels), the rows of x, B and C in front of this rank's; on one rank anything.
     """
 
-    zxbcdt: Any
+    zxbcdt: Array
     weights: Mamba2Weights
     plan: Plan
     shape: MixerShape
-    halo: Any = None
+    halo: Array = None
 
 
 class Activations(NamedTuple):
@@ -186,10 +187,10 @@ class Activations(NamedTuple):
     leave: by head, dt times the decay from a row to the end of its chunk; None in NumPy.
     """
 
-    channels: Any
-    dt: Any
-    sums: Any
-    leave: Any = None
+    channels: Array
+    dt: Array
+    sums: Array
+    leave: Array = None
 
 
 class Copies(NamedTuple):
@@ -200,6 +201,6 @@ class Copies(NamedTuple):
     places: (number of copies,).
     """
 
-    rows: Any
-    begins: Any
-    places: Any
+    rows: Array
+    begins: Array
+    places: Array

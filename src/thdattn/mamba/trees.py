@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from thdattn.engines import Array
 from thdattn.mamba import context_parallel
 from thdattn.mamba.context_parallel import Kept, Layer, compute, compute_gradients, gather, of_ranks
 from thdattn.mamba.nodes import Crossings, Ints, Layout, Sent, crossings, cut, layout, sent
@@ -57,12 +58,12 @@ class _Nodes(NamedTuple):
 
     plan: Plan
     outline: _Outline
-    sources: Any
-    tokens: Any
-    places: Any
-    others: Any
+    sources: Array
+    tokens: Array
+    places: Array
+    others: Array
     copies: Copies
-    starts: Any
+    starts: Array
     shared: _Shared | None
 
 
@@ -77,15 +78,15 @@ class _Shared(NamedTuple):
     starts: of all exits and entries, from mixer_starts.
     """
 
-    rows: Any
-    received: Any
-    into: Any
-    returned: Any
+    rows: Array
+    received: Array
+    into: Array
+    returned: Array
     copies: Copies
-    starts: Any
+    starts: Array
 
 
-def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tuple[Any, Kept]:
+def forward(layer: Layer, plan: Plan, zxbcdt: Array, weights: Mamba2Weights) -> tuple[Any, Kept]:
     """Compute context_parallel.forward of trees. Kept has whole segments; its halo has the rows of other ranks."""
     nodes = _nodes(layer, plan)
     rows, of_nodes, _ = map(nodes.plan.workspace.array, _buffers(layer.shape, nodes.outline))
@@ -98,7 +99,7 @@ def forward(layer: Layer, plan: Plan, zxbcdt: Any, weights: Mamba2Weights) -> tu
 
 
 def backward(
-    layer: Layer, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept
+    layer: Layer, plan: Plan, dout: Array, zxbcdt: Array, weights: Mamba2Weights, kept: Kept
 ) -> tuple[Any, Mamba2Weights]:
     """Compute context_parallel.backward of trees."""
     nodes = _nodes(layer, plan)
@@ -258,7 +259,7 @@ def _copies(plan: Plan, copies: Ints) -> Copies:
 # ----------------------------------------------------------------------------------------------------- rows
 
 
-def _receive(layer: Layer, plan: Plan, nodes: _Nodes, zxbcdt: Any) -> Any:
+def _receive(layer: Layer, plan: Plan, nodes: _Nodes, zxbcdt: Array) -> Any:
     """Return the rows of other ranks that this rank copies, in a new array."""
     outline, shape = nodes.outline, layer.shape
     of_others = _received(shape, outline)
@@ -273,7 +274,7 @@ def _receive(layer: Layer, plan: Plan, nodes: _Nodes, zxbcdt: Any) -> Any:
 
 
 def _filled(
-    layer: Layer, nodes: _Nodes, zxbcdt: Any, received: Any, rows: Any, weights: Mamba2Weights
+    layer: Layer, nodes: _Nodes, zxbcdt: Array, received: Array, rows: Array, weights: Mamba2Weights
 ) -> Inputs:
     """Move rows to the pack with whole segments, the array `rows`; rows that hold no token change no state."""
     _move(nodes.plan, zxbcdt, nodes.sources, rows)
@@ -283,7 +284,7 @@ def _filled(
     return Inputs(rows, weights, nodes.plan, layer.shape, layer.engine.mixer_tail(rows, nodes.plan, layer.shape))
 
 
-def _move(plan: Plan, x: Any, order: Any, into: Any) -> None:
+def _move(plan: Plan, x: Array, order: Array, into: Array) -> None:
     """Put row order[i] of x at i; a row of -1 becomes 0."""
     plan.engine.pack_rows([x[:, None]], order, [into[:, None]])
 
@@ -292,7 +293,7 @@ def _move(plan: Plan, x: Any, order: Any, into: Any) -> None:
 
 
 def _pass_states(
-    layer: Layer, plan: Plan, nodes: _Nodes, states: Any, decays: Any, scan: Callable[[slice], None],
+    layer: Layer, plan: Plan, nodes: _Nodes, states: Array, decays: Array, scan: Callable[[slice], None],
     reverse: bool = False,
 ) -> None:
     """Turn what segments add to states into the states in front of them, through all ranks, and scan all segments."""
@@ -302,7 +303,7 @@ def _pass_states(
     scan(slice(len(states)))
 
 
-def _exchange(layer: Layer, plan: Plan, nodes: _Nodes, states: Any, decays: Any, reverse: bool) -> None:
+def _exchange(layer: Layer, plan: Plan, nodes: _Nodes, states: Array, decays: Array, reverse: bool) -> None:
     """Let entries add the states of other ranks; reverse: exits the gradients from other ranks."""
     engine, comm, shape, _ = layer
     here, all_ranks, shared = nodes.outline.layout, nodes.outline.crossings, nodes.shared
@@ -328,7 +329,7 @@ def _exchange(layer: Layer, plan: Plan, nodes: _Nodes, states: Any, decays: Any,
         states[segment] = of_exits[node]
 
 
-def _pick(x: Any, index: Ints, into: Any) -> None:
+def _pick(x: Array, index: Ints, into: Array) -> None:
     """Put x[index[i]] at i, 0 where the index is -1 or missing."""
     into.fill(0)
     for i, j in enumerate(index.tolist()):
@@ -336,6 +337,6 @@ def _pick(x: Any, index: Ints, into: Any) -> None:
             into[i] = x[j]
 
 
-def _flat(x: Any) -> Any:
+def _flat(x: Array) -> Any:
     """Return a view with one row per item."""
     return x.reshape(len(x), math.prod(x.shape[1:]))

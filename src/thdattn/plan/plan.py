@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from thdattn.capacity import Flags, Mask
 from thdattn.comm import Comm
-from thdattn.engines import Engine
+from thdattn.engines import Array, Engine
 from thdattn.packing import PackedBatch
 from thdattn.plan import rank_rows
 from thdattn.plan.generations import Generation, renew
@@ -64,27 +64,27 @@ class PlanArrays:
         query_ends, group_ends, group_begins: as in struct Trees of kernels/trees.cuh; None as `nodes`.
     """
 
-    rows: Any
-    positions: Any
-    valid: Any
-    key_ranges: Any
-    query_ranges: Any
-    rank_order: Any
-    query_tiles: Any
-    key_tiles: Any
-    all_rows: Any
-    rows_of_keys: Any = None
-    sends: Any = None
-    returns: Any = None
-    places: Any = None
-    own_keys: Any = None
+    rows: Array
+    positions: Array
+    valid: Array
+    key_ranges: Array
+    query_ranges: Array
+    rank_order: Array
+    query_tiles: Array
+    key_tiles: Array
+    all_rows: Array
+    rows_of_keys: Array = None
+    sends: Array = None
+    returns: Array = None
+    places: Array = None
+    own_keys: Array = None
     lengths: Any = None
-    offsets: Any = None
+    offsets: Array = None
     stream: Any = None
-    nodes: Any = None
-    query_ends: Any = None
-    group_ends: Any = None
-    group_begins: Any = None
+    nodes: Array = None
+    query_ends: Array = None
+    group_ends: Array = None
+    group_begins: Array = None
 
 
 NO_ARRAYS = PlanArrays(*[None] * 9)  # for a plan that only answers sizes
@@ -334,12 +334,12 @@ class Plan:
         return hides_tokens(batch, other, window)
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> Array:
         """(local_rows,) int32, sequence-order row of every local row; -1 for fillers."""
         return self.arrays.rows
 
     @property
-    def positions(self) -> Any:
+    def positions(self) -> Array:
         """(local_rows,) int32, position of every local row in its sequence, for RoPE.
 
         Positions count on over padding. In prefix trees they count tokens of the path from the root.
@@ -347,12 +347,12 @@ class Plan:
         return self.arrays.positions
 
     @property
-    def key_ranges(self) -> Any:
+    def key_ranges(self) -> Array:
         """(local_rows, 2) int32, the keys that every local query row sees."""
         return self.arrays.key_ranges
 
     @property
-    def valid(self) -> Any:
+    def valid(self) -> Array:
         """(local_rows,) bool, True where a local row holds a token, for a loss; False for padding and fillers."""
         return self.arrays.valid
 
@@ -374,12 +374,12 @@ class Plan:
         return pairs if self.keys_of is None else pairs // self.cp_size
 
     @property
-    def query_ranges(self) -> Any:
+    def query_ranges(self) -> Array:
         """(key_rows, 2) int32, the local query rows that see every key row."""
         return self.arrays.query_ranges
 
     @property
-    def rank_order(self) -> Any:
+    def rank_order(self) -> Array:
         """(cp_size * local_key_rows,) int32, sequence-order row of every gathered key row; -1 for fillers.
 
         With needed rows: the key buffer row of every row that this rank receives, then of its own; see PlanArrays.

@@ -11,13 +11,14 @@ import numpy as np
 
 from thdattn.arguments import INT32_MAX, as_count, found
 from thdattn.comm import Comm
+from thdattn.engines import Array
 from thdattn.plan.node_table import node_table, rows_before
 
 if TYPE_CHECKING:
     from thdattn.plan.plan import Plan
 
 
-def shard(plan: Plan, x: Any) -> Any:
+def shard(plan: Plan, x: Array) -> Any:
     """Return Plan.shard(x)."""
     plan.enter()
     x = _checked(plan, x, plan.batch.total_rows, "pass the whole packed array, as batch.pack makes it")
@@ -26,7 +27,7 @@ def shard(plan: Plan, x: Any) -> Any:
     return np.where(owned, local, local.dtype.type(0)).view(x.dtype)  # of CuPy arrays this is cupy.where
 
 
-def unshard(plan: Plan, x: Any, comm: Comm) -> Any:
+def unshard(plan: Plan, x: Array, comm: Comm) -> Any:
     """Return Plan.unshard(x, comm)."""
     _check_comm(plan, comm)
     x = _checked(plan, x, plan.local_rows, "pass this rank's rows, as forward returns them")
@@ -35,7 +36,7 @@ def unshard(plan: Plan, x: Any, comm: Comm) -> Any:
     return _packed(plan, x, comm)[:-1].view(x.dtype)
 
 
-def shift(plan: Plan, x: Any, n: int, fill: Any, comm: Comm | None) -> Any:
+def shift(plan: Plan, x: Array, n: int, fill: Any, comm: Comm | None) -> Any:
     """Return Plan.shift(x, n, fill, comm)."""
     if comm is not None or plan.cp_size > 1:
         _check_comm(plan, comm)
@@ -83,7 +84,7 @@ def _source_rows(plan: Plan, n: int) -> Any:
     return np.where(inside, arrays.rows + n, batch.total_rows)
 
 
-def _packed(plan: Plan, x: Any, comm: Comm | None) -> Any:
+def _packed(plan: Plan, x: Array, comm: Comm | None) -> Any:
     """Return all ranks' rows in sequence order, as words, and after them one row for fillers."""
     gathered = words = _words(x)
     if comm is not None:
@@ -104,7 +105,7 @@ def _check_comm(plan: Plan, comm: Comm | None) -> None:
         )
 
 
-def _checked(plan: Plan, x: Any, num_rows: int, remedy: str) -> Any:
+def _checked(plan: Plan, x: Array, num_rows: int, remedy: str) -> Any:
     x = plan.engine.from_user("x", x)
     if x.shape[:1] != (num_rows,):
         raise ValueError(f"x has shape {x.shape}, wanted {num_rows} rows; {remedy}")
@@ -125,6 +126,6 @@ def _as_dtype(fill: Any, dtype: np.dtype[Any]) -> Any:
     return made
 
 
-def _words(x: Any) -> Any:
+def _words(x: Array) -> Any:
     """Return the array as unsigned integers, as CuPy does not index every dtype."""
     return x.view(f"u{x.itemsize}") if x.itemsize in (1, 2, 4, 8) else x

@@ -11,6 +11,7 @@ from thdattn.comm.beside.blocks import Blocks
 from thdattn.comm.failures.outcomes import Waiting, Watched
 from thdattn.comm.overlap import Arrival, OverlappedCollectives
 from thdattn.comm.slices import AllToAllSpec, Slices
+from thdattn.engines import Array
 
 _HIGHEST = -5  # the highest priority of streams
 
@@ -60,7 +61,7 @@ class Transport(OverlappedCollectives):
         return False
 
     def all_to_all(
-        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], marks: tuple[int, int] = (0, 0)
+        self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], marks: tuple[int, int] = (0, 0)
     ) -> Wait:
         """Exchange slices as Comm.all_to_all does, by one kernel, on the current stream.
 
@@ -112,11 +113,11 @@ class Transport(OverlappedCollectives):
 
         return wait
 
-    def _arriving(self, parts: Sequence[Any], stream: Any) -> Arrival:
+    def _arriving(self, parts: Sequence[Array], stream: Any) -> Arrival:
         """Return the arrival of arrays that collectives so far write to."""
         return Arrival([[part] for part in parts], self._arrival(stream))
 
-    def _add(self, partials: Any, num_partials: int, rows: Any, results: Sequence[Any], stream: Any) -> None:
+    def _add(self, partials: Any, num_partials: int, rows: Array, results: Sequence[Array], stream: Any) -> None:
         from thdattn.comm.peer.reduce import add_up  # imports CuPy
 
         add_up(partials, num_partials, rows, results, stream)

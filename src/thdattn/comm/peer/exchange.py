@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
+from thdattn.engines import Array
 from thdattn.jit import compiler
 from thdattn.jit.structs import ALL_TO_ALL, CHUNKS, MAX_RANKS
 from thdattn.kernels.instances import EXCHANGE_KERNELS
@@ -33,8 +34,8 @@ class Exchange:
     """
 
     def __init__(
-        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], to: Sequence[int], came: Sequence[int],
-        flags: Any,
+        self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], to: Sequence[int],
+        came: Sequence[int], flags: Any,
     ) -> None:
         sides = {name: [_side(*pair) for pair in zip(cuts, arrays, strict=True)]
                  for name, cuts, arrays in (("out", spec.outs, sends), ("in", spec.ins, recvs))}
@@ -81,7 +82,7 @@ class _Side(NamedTuple):
                 self.pitch // word)
 
 
-def _side(cut: SliceSpec, array: Any) -> _Side:
+def _side(cut: SliceSpec, array: Array) -> _Side:
     """Describe a slice of an array; rows without gaps count as one."""
     if not array.flags.c_contiguous:
         raise TypeError(f"an array to exchange has shape {array.shape} and strides {array.strides}, wanted a "

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from thdattn.engines import Array
 from thdattn.jit import compiler
 from thdattn.kernels.instances import REDUCE_KERNELS
 
@@ -16,7 +17,7 @@ _BLOCKS = 528  # of 256 threads: enough to fill memory and links of the largest 
 
 
 def add_up(
-    partials: Any, num_ranks: int, rows: Any, results: Sequence[Any], stream: Any = None, own: int = -1
+    partials: Any, num_ranks: int, rows: Array, results: Sequence[Array], stream: Any = None, own: int = -1
 ) -> None:
     """Add all ranks' partial sums into two arrays, rounded once.
 

@@ -29,6 +29,7 @@ from thdattn.comm.failures.outcomes import Waiting, Watched, agreed
 from thdattn.comm.peer.shared_memory import KEYS, SLICES, SUMS, SharedMemory
 from thdattn.comm.peer.windows import Window, header_bytes
 from thdattn.comm.slices import AllToAllSpec, Slices, address, copy, rows_of
+from thdattn.engines import Array
 from thdattn.jit.structs import MAX_RANKS, MAX_SLICES, PARTIALS
 
 # One kernel exchanges slices that no kernel overlaps: it takes one call of the driver, and writes what has arrived to
@@ -90,7 +91,7 @@ class PeerMemory(Transport):
         self._memory.waiting = waiting
 
     def gather_heads(
-        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+        self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
     ) -> list[Arrival]:
         """Gather as Comm.gather_heads does. At once, a kernel exchanges the first group, which no kernel overlaps."""
         stream = self.enter()
@@ -115,7 +116,7 @@ class PeerMemory(Transport):
             arrivals.append(self._arriving(parts, stream))
         return arrivals
 
-    def _all_by_kernel(self, stream: Any, route: _Route, sends: Sequence[Any]) -> Arrival:
+    def _all_by_kernel(self, stream: Any, route: _Route, sends: Sequence[Array]) -> Arrival:
         """Let one kernel gather all heads: it writes them into the windows of the ranks that read them."""
         num_bytes = route.num_bytes
         window = self._memory.window(KEYS, (self.size - 1) * num_bytes, stream.is_capturing())
@@ -133,8 +134,8 @@ class PeerMemory(Transport):
         parts, to = window.memoize((route, "all"), made)
         return Arrival(parts, peer_exchange=PeerExchange(window.exchange_flags[1], to))
 
-    def _first_by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
-                         recvs: Sequence[Sequence[Any]]) -> list[Arrival]:
+    def _first_by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Array],
+                         recvs: Sequence[Sequence[Array]]) -> list[Arrival]:
         """Let a kernel send all heads and gather the first group.
 
         The other groups are pulled when all ranks have sent theirs.
@@ -163,7 +164,7 @@ class PeerMemory(Transport):
         arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
         return [Arrival(parts, done=pull, peer_exchange=peer_exchange), *arrivals]
 
-    def _pull(self, route: _Route, group: int, window: Window, parts: Sequence[Any]) -> None:
+    def _pull(self, route: _Route, group: int, window: Window, parts: Sequence[Array]) -> None:
         """Copy a group of the other ranks' heads to its places."""
         with spans.collective("gather of keys", self._stream):
             for place, piece in zip(parts, route.groups[group], strict=True):
@@ -206,7 +207,7 @@ class PeerMemory(Transport):
         return fits and (at_once or spec.most < WORTH_COPYING)
 
     def all_to_all(
-        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], marks: tuple[int, int] = (0, 0)
+        self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], marks: tuple[int, int] = (0, 0)
     ) -> Wait:
         """Exchange slices by one kernel, which writes messages to the windows of the ranks that get them."""
         stream, slots = self.enter(), slots_of(spec.sizes.T)
@@ -223,7 +224,7 @@ class PeerMemory(Transport):
         window.memoize(key, made).launch(*marks)
         return self._behind(stream)
 
-    def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
+    def _route(self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]]) -> _Route:
         behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first group may be read in place
         return _route((sends[0].shape[1] - sum(behind), *behind), tuple([(x.shape, x.dtype) for x in sends]))
 
@@ -271,7 +272,7 @@ class PeerMemory(Transport):
         return given
 
     def reduce_partials(
-        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
+        self, rows: Array, results: Sequence[Array], at_once: bool, in_rank_order: bool = True
     ) -> Wait:
         """Add partial sums, always in rank order."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
@@ -360,7 +361,7 @@ class _Route:
         ]
 
     def in_place(
-        self, window: Window, sends: Sequence[Any], places: Sequence[tuple[int, int]]
+        self, window: Window, sends: Sequence[Array], places: Sequence[tuple[int, int]]
     ) -> Sequence[Sequence[Any]]:
         """Return the first group of each rank as arrays in the windows.
 

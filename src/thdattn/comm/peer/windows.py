@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.comm.beside.layout import ALIGNMENT
+from thdattn.engines import Array
 from thdattn.jit.structs import MAX_RANKS, PARTIALS, PEER_EXCHANGE, RANK_FLAGS
 
 Ops = Callable[[Any], None]
@@ -179,7 +180,7 @@ class Window:
         found = kept[key] = make()
         return found
 
-    def heads(self, rank: int, first: int, pitch: int, width: int, like: Any) -> Any:
+    def heads(self, rank: int, first: int, pitch: int, width: int, like: Array) -> Any:
         """Return some heads of a rank's array in a window, whose dtype and head dim are those of another array.
 
         Args:

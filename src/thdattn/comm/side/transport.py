@@ -23,6 +23,7 @@ from thdattn.comm.beside.transport import Transport, Wait
 from thdattn.comm.failures.outcomes import agreed
 from thdattn.comm.side import communicator
 from thdattn.comm.slices import Slices, address, copy
+from thdattn.engines import Array
 from thdattn.jit.structs import MAX_RANKS, PARTIALS
 
 CTAS = 4  # thread blocks of a side collective: more of them slow the kernels beside it
@@ -61,7 +62,7 @@ class SideNccl(Transport):
         self._side = communicator.start(world, nccl, ctas)
 
     def gather_heads(
-        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+        self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
     ) -> list[Arrival]:
         """Gather as Comm.gather_heads does. At once, the first group comes on the current stream."""
         stream, places = self.enter(), list(recvs)  # this stream may still use their memory
@@ -83,14 +84,14 @@ class SideNccl(Transport):
             arrivals.append(self._arriving(parts, stream))
         return arrivals
 
-    def _put_own(self, sends: Sequence[Any], parts: Sequence[Any], first: int) -> None:
+    def _put_own(self, sends: Sequence[Array], parts: Sequence[Array], first: int) -> None:
         """Copy some heads of this rank's rows to their places, from which NCCL sends them."""
         for send, part in zip(sends, parts, strict=True):
             mine = part[self.rank * len(send) : (self.rank + 1) * len(send)]
             if mine.size:
                 copy(mine, send[:, first : first + part.shape[1]])
 
-    def _gather(self, comm: Any, parts: Sequence[Any], stream: Any) -> None:
+    def _gather(self, comm: Any, parts: Sequence[Array], stream: Any) -> None:
         """Enqueue one launch that gathers arrays in which this rank's rows are in place."""
         with self._together("gather of keys", stream):
             for part in parts:
@@ -166,7 +167,7 @@ class SideNccl(Transport):
         self._summing.block.last = self._recorded(self.enter())
 
     def reduce_partials(
-        self, rows: Any, results: Sequence[Any], at_once: bool, in_rank_order: bool = True
+        self, rows: Array, results: Sequence[Array], at_once: bool, in_rank_order: bool = True
     ) -> Wait:
         current, summing = self.enter(), self._summing
         assert summing is not None
@@ -238,7 +239,7 @@ class SideNccl(Transport):
             stream.wait_event(block.last)
         return block
 
-    def _bytes(self, block: Block, at: int, like: Any) -> Any:
+    def _bytes(self, block: Block, at: int, like: Array) -> Any:
         """Return bytes of a block as rows of the bytes of an array, without gaps."""
         place = self._cupy.cuda.MemoryPointer(block.memory, at)
         return self._cupy.ndarray((len(like), like.nbytes // len(like)), np.uint8, place)
