@@ -57,21 +57,13 @@ def obstacle(num_heads: int, num_kv_heads: int, size: int) -> str:
             f"another cp_comm_type")
 
 
-class _Heads(NamedTuple):
-    """Arrays of one group of heads with all rows; `kept` is what the method between groups has kept."""
-
-    q: Array
-    k: Array
-    v: Array
-    out: Array
-    lse: Array
-    kept: Any
-
-
 def forward(
     comm: Ranks, inputs: ForwardInputs, options: MethodOptions, max_logit: bool, keys: None = None
 ) -> Results:
-    """Compute attention of this rank's query rows; see Method. It may keep each group's heads with all rows."""
+    """Compute attention of this rank's query rows; see Method.
+
+    It may keep q, k, v, out and lse of each group's heads with all rows, and what the method between groups keeps.
+    """
     q, k, v, plan, sinks = inputs
     method, engine = options.outer, plan.engine
     assert method is not None and plan.core is not None
@@ -86,7 +78,7 @@ def forward(
                 comm.outer, ForwardInputs(q_heads, k_heads, v_heads, plan.core, its_sinks), between, max_logit)
             waits.callback(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
             if options.keep_keys:
-                kept.append(_Heads(q_heads, k_heads, v_heads, made.out, made.lse, made.kept))
+                kept.append(((q_heads, k_heads, v_heads, made.out, made.lse), made.kept))
             logits.append(made.max_logit)
             del q_heads, k_heads, v_heads, made  # the group after the next one comes now
     largest = engine.empty((q.shape[1],), np.float32) if max_logit else None
@@ -96,7 +88,7 @@ def forward(
 
 
 def backward(
-    comm: Ranks, inputs: BackwardInputs, options: MethodOptions, kept: tuple[_Heads, ...] | None, at_once: bool,
+    comm: Ranks, inputs: BackwardInputs, options: MethodOptions, kept: tuple[Any, ...] | None, at_once: bool,
     keys: None = None,
 ) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
     """Compute the gradients of `forward`; see Method. dk and dv are complete with dq."""
@@ -111,11 +103,11 @@ def backward(
     exchanged = swap.to_heads((dout,)) if kept else swap.to_heads((dout, q, k, v, out), lse)
     with ExitStack() as waits:
         for group, (dout_heads, *others) in exchanged:
-            heads = kept[group] if kept else _Heads._make((*others, None))
-            tensors = BackwardInputs(dout_heads, heads.q, heads.k, heads.v, heads.out, heads.lse, plan.core)
-            dq_heads, sums = method.backward(comm.outer, tensors, between, heads.kept, True)
+            arrays, its_kept = kept[group] if kept else (others, None)
+            tensors = BackwardInputs._make((dout_heads, *arrays, plan.core))
+            dq_heads, sums = method.backward(comm.outer, tensors, between, its_kept, True)
             waits.callback(swap.to_rows(group, (dq_heads, *sums()), (dq, dk, dv)))
-            del dout_heads, others, heads, tensors, dq_heads, sums
+            del dout_heads, others, arrays, its_kept, tensors, dq_heads, sums
     return dq, lambda: (dk, dv)
 
 
