@@ -1,13 +1,15 @@
-"""Model with attention or mixers: its gradient, and the same results however documents are laid out."""
+"""Layers by hand, AdamW, and the model: its gradient, and the same results however documents are laid out."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
+import layers
 import numpy as np
 import pytest
 from model import Model
+from optimizer import AdamW
 from sizes import EOD, SIZES, TABLE_ROWS, VOCAB, Config, weight_shapes
 from texts import HYBRID, LENGTHS, SMALL, Text, busy_weights, run
 
@@ -187,3 +189,117 @@ def test_mixers_begin_with_rates_and_steps_of_many_scales():
     assert 0.001 <= steps.min() < 0.002 and 0.05 < steps.max() <= 0.1
     assert (params["2.D"] == 1).all() and not params["2.conv_bias"].any() and params["2.conv_weight"].all()
     assert (params["2.A_log"] != params["0.A_log"]).all()
+
+
+# --- layers by hand ----------------------------------------------------------------------------------------------
+
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return rng.standard_normal(shape)
+
+
+def test_residual_norm_by_hand():
+    total, y = layers.residual_norm_forward(np.array([[1.0, 5.0]]), np.array([[2.0, -1.0]]), np.array([1.0, 10.0]))
+    assert total.tolist() == [[3, 4]]
+    np.testing.assert_allclose(y, [[3 / 12.5**0.5, 40 / 12.5**0.5]], rtol=1e-6)  # root of (9 + 16) / 2
+
+
+def rotation_of(positions, half):
+    angles = np.asarray(positions)[:, None] * 100.0 ** -(np.arange(half) / half)
+    return np.stack([np.cos(angles), np.sin(angles)])
+
+
+def test_rope_turns_planes_of_q_and_k_and_leaves_v():
+    heads, kv_heads, half = 2, 1, 3
+    qkv, positions = normal(4, 4 * 2 * half), np.array([0, 1, 2, 9])
+    parts = layers.rope_forward(qkv, rotation_of(positions, half), heads, kv_heads)
+    turned = np.exp(1j * positions[:, None] * 100.0 ** -(np.arange(half) / half))[:, None]
+    befores = np.split(qkv.reshape(4, 4, -1), [2, 3], axis=1)
+    for x, before, turn in zip(parts, befores, (turned, turned, 1), strict=True):
+        assert x.flags.c_contiguous
+        np.testing.assert_allclose(
+            x[..., :half] + 1j * x[..., half:], (before[..., :half] + 1j * before[..., half:]) * turn, atol=1e-12
+        )
+
+
+def test_swiglu_of_large_gates_does_not_overflow():
+    gate_up = np.array([[1e4, -1e4, 2.0, 2.0]], np.float32)
+    with np.errstate(all="raise"):
+        assert layers.swiglu_forward(gate_up).tolist() == [[2e4, 0]]
+        assert layers.swiglu_backward(np.ones((1, 2), np.float32), gate_up).tolist() == [[2, 0, 1e4, 0]]
+
+
+def test_cross_entropy_by_hand():
+    logits = np.log([[1.0, 2.0, 5.0, 1e30], [3.0, 1.0, 4.0, 1e30]])
+    loss, dlogits = layers.cross_entropy(logits, np.array([2, -1], np.int32), vocabulary=3, num_targets=2)
+    assert loss == pytest.approx(np.log(8 / 5) / 2)
+    np.testing.assert_allclose(dlogits[0, :3], np.array([1 / 8, 2 / 8, 5 / 8 - 1]) / 2)
+    assert not dlogits[0, 3] and not dlogits[1].any(), "columns beyond the vocabulary and rows without a target"
+
+
+def test_cross_entropy_of_large_logits_does_not_overflow():
+    with np.errstate(all="raise", under="ignore"):
+        loss, dlogits = layers.cross_entropy(np.array([[1e4, 0.0]], np.float32), np.array([1], np.int32), 2, 1)
+    assert loss == 1e4 and dlogits.tolist() == [[1, -1]]
+
+
+# --- AdamW -------------------------------------------------------------------------------------------------------
+
+
+def new_model(config=SMALL):
+    return Model(config, thdattn.comm.init("single"), engine="reference")
+
+
+def gradients(model, steps, length):
+    """Yield gradients of that length, some entries far larger than others."""
+    rng = np.random.default_rng(3)
+    for _ in range(steps):
+        gradient = rng.standard_normal(model.weights.size) * 10.0 ** rng.integers(-6, 1, model.weights.size)
+        yield (gradient * length / np.linalg.norm(gradient)).astype(np.float32)
+
+
+def adamw(weights, gradients, decays, lr, max_norm):
+    """Take steps with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), betas 0.9 and 0.95, in float64.
+    """
+    weights = weights.astype(np.float64)
+    mean = square = np.zeros_like(weights)
+    for t, gradient in enumerate(gradients, 1):
+        gradient = gradient.astype(np.float64)
+        gradient = gradient * min(1, max_norm / np.linalg.norm(gradient))
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.95 * square + 0.05 * gradient**2
+        step = mean / (1 - 0.9**t) / (np.sqrt(square / (1 - 0.95**t)) + 1e-8)
+        weights = weights - lr * step - lr * 0.1 * decays * weights
+    return weights
+
+
+@pytest.mark.parametrize("length", [0.5, 30.0], ids=["short", "clipped"])
+def test_steps_are_those_of_adamw(length):
+    model = new_model()
+    optimizer = AdamW(model, weight_decay=0.1, max_norm=1.0)
+    decays = np.arange(model.weights.size) < model.num_matrix_weights
+    expected = adamw(model.weights, gradients(model, 5, length), decays, lr=0.01, max_norm=1.0)
+    start = model.weights.copy()
+    for gradient in gradients(model, 5, length):
+        before = gradient.copy()
+        assert float(optimizer.step(gradient, lr=0.01)) == pytest.approx(length, rel=1e-5)
+        assert gradient.tobytes() == before.tobytes()
+    np.testing.assert_allclose(model.weights - start, expected - start, rtol=1e-4, atol=1e-6)
+    assert np.abs(expected - start).max() > 0.02
+    assert model.copy.tobytes() == model.weights.tobytes(), "layers see the new weights"
+
+
+@pytest.mark.parametrize(("config", "matrices"), [
+    (SMALL, {"embedding", "head", "qkv", "out", "gate_up", "down"}),
+    (HYBRID, {"embedding", "head", "zxbcdt", "conv_weight", "qkv", "out", "gate_up", "down"}),
+], ids=["attention", "hybrid"])  # fmt: skip
+def test_only_matrices_decay(config, matrices):
+    model = new_model(config)
+    model.weights[...] = 2
+    AdamW(model, weight_decay=0.5).step(np.zeros_like(model.gradient), lr=0.1)
+    for name, x in model.params.items():
+        decays = name.rpartition(".")[2] in matrices
+        np.testing.assert_allclose(x, 2 * (1 - 0.1 * 0.5) if decays else 2, rtol=1e-6, err_msg=name)

@@ -137,6 +137,27 @@ def test_time_of_an_all_gather_hides_all_but_one_group_of_heads():
     assert apart == pytest.approx(travel + 7 * max(BESIDE * work, travel) + work)
 
 
+def test_every_piece_of_an_exchange_of_heads_takes_time():
+    batch = thdattn.PackedBatch.from_lengths([1024] * 8)
+    way, shape, rates = Way("a2a", "contiguous"), Shape(32, 8), Rates(inf, inf, inf, inf, memory=inf, latency=1)
+    # On each of 4 ranks: the kernel, both exchanges, and for 3 others q, k, v, out and lse; dout, dq, dk and dv.
+    # Between machines, in two groups: the first comes, and the last goes, beside nothing.
+    coming, going = (1 + 3 * 3, 1 + 3 * 1), (1 + 3 * 2, 1 + 3 * 3)
+    apart = tuple(2 * before + 2 * after for before, after in zip(coming, going, strict=True))
+    assert cost(batch, 4, replace(shape, per_node=2), way, rates).seconds == apart
+    # On one machine the exchanges, which nothing hides, are a kernel each.
+    assert cost(batch, 4, shape, way, rates).seconds == (1 + 2, 1 + 2)
+
+
+def test_memory_is_read_and_written_once_to_put_keys_in_order_and_once_a_step_to_merge():
+    batch, rates = thdattn.PackedBatch.from_lengths([4096]), Rates(inf, inf, inf, inf, memory=1, latency=0)
+    gather, ring = (cost(batch, 4, Shape(2, 1), Way(name, "dual_chunk"), rates).seconds
+                    for name in ("all_gather", "p2p"))
+    keys = 4096 * 2 * 128 * 2
+    assert gather == (2 * keys, 2 * keys + 2 * keys)  # gathered again, and float32 sums read once
+    assert ring == (4 * 2 * 1024 * 2 * 128 * 4,) * 2
+
+
 def test_memory_is_what_the_neediest_rank_says():
     way, shape = Way("all_gather", "balanced"), Shape(4, 2, head_dim=8, engine="reference")
     batch = batch_for(way, 3, (50, 60, 70))

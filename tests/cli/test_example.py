@@ -1,9 +1,11 @@
-"""The example as a newcomer starts it."""
+"""The tutorial as a newcomer starts it, and errors of the examples' command lines."""
 
 from __future__ import annotations
 
 import sys
 
+import command_line
+import packed_documents
 import pytest
 from launch import SOURCE, run, run_ranks
 
@@ -11,7 +13,6 @@ import thdattn
 
 sys.path.append(str(SOURCE.parent / "examples"))
 
-import packed_documents
 
 EXAMPLE = SOURCE.parent / "examples" / "packed_documents.py"
 SMALL = ("--tokens", "1500", "--repeats", "1")
@@ -64,3 +65,88 @@ def test_a_wrong_result_fails_and_is_named(monkeypatch, capsys, culprit):
     status, said = run_here(monkeypatch, capsys, "--ranks", "2")
     assert status == 1
     assert [line for line in said.splitlines() if line.split()[:1] == [culprit] and line.endswith("FAIL")], said
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+sys.path.append(str(SOURCE.parent / "examples"))
+
+
+EXAMPLES = SOURCE.parent / "examples"
+
+
+def outcomes(problems):
+    """Return, by rank, how ranks with these problems end."""
+
+    def program(comm):
+        try:
+            with command_line.together(comm):
+                if problem := problems[comm.rank]:
+                    raise problem
+        except command_line.Failure as failure:
+            return str(failure), failure.alone
+        return None
+
+    return thdattn.comm.run_local(len(problems), program, timeout=60)
+
+
+SILENT = "", False
+X = ValueError("x is 3")
+
+
+@pytest.mark.parametrize(("problems", "ends"), [
+    ([None, None], [None, None]), ([X, X], [("x is 3", False)] * 2), ([X, None], [("x is 3", True), SILENT]),
+    ([None, OSError("disk\n is full"), None], [SILENT, ("rank 1: disk is full", True), SILENT]),
+    ([None, MemoryError("cannot allocate 8 TB"), MemoryError()], [
+        SILENT, ("rank 1: cannot allocate 8 TB", True),
+        ("rank 2: MemoryError: options ask for more than this machine has; pass smaller ones", True)]),
+], ids=["none", "all alike", "the first", "another", "memory"])  # fmt: skip
+def test_all_ranks_fail_if_one_does_and_those_speak_whose_problem_is_their_own(problems, ends):
+    assert outcomes(problems) == ends
+
+
+@pytest.mark.parametrize("bug", [TypeError, IndexError])
+def test_bugs_pass_as_they_are(bug):
+    with pytest.raises(bug):
+        outcomes([bug("a mistake of the program")] * 2)
+
+
+def test_a_bug_of_one_rank_keeps_its_traceback_and_ends_all_ranks(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import sys
+sys.path.append({str(EXAMPLES)!r})
+import command_line
+
+def program(comm):
+    with command_line.together(comm):
+        if comm.rank == 1:
+            [][0]
+    comm.barrier()
+
+sys.exit(command_line.run(program))
+""")
+    run = run_ranks(2, program, timeout=60)
+    assert run.returncode != 0
+    assert "Traceback" in run.stderr and "IndexError" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 3", "--tokens is 3, wanted room for a document"),
+        ("--ranks 0", "argument --ranks: 0 is no whole number of at least 1"),
+    ],
+)
+def test_wrong_options_of_the_tutorial_are_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["packed_documents.py", *words.split()])
+    assert packed_documents.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"packed_documents.py: error: {message}")
+
+
+def test_wrong_options_of_the_tutorial_are_one_line_of_one_process(tmp_path):
+    run = run_ranks(2, EXAMPLES / "packed_documents.py", "--plot", str(tmp_path / "picture.gif"))
+    assert run.returncode == 2
+    assert run.stderr.count("error: --plot is") == 1 and "Traceback" not in run.stderr

@@ -19,7 +19,6 @@ import thdattn
 from thdattn.comm import nccl
 from thdattn.comm.failures.outcomes import agreed
 from thdattn.comm.peer import transport as peer
-from thdattn.comm.peer import windows
 
 SIZE = 3
 
@@ -131,20 +130,6 @@ def test_where_one_rank_lacks_memory_all_raise_and_a_smaller_batch_works(ranks, 
     assert re.match(r"making .*(windows|pulled).* failed on rank \d: found 0.10 MiB of GPU memory free, want", message)
     assert [rank for rank in range(SIZE) if f"rank {rank}" in message] == list(short)
     assert "pass fewer tokens" in message
-
-
-def test_windows_of_a_sum_may_fail_behind_the_room_for_what_is_pulled(ranks):
-    def program(memory, gpu):
-        add(memory, 0, 8)
-        if memory.rank == 1:
-            gpu.left = 2 * (SIZE - 1) * 5000 * 32 + 1000
-        with pytest.raises(MemoryError, match=r"making 2 windows of sums of .* each failed on rank 1"):
-            add(memory, 1, 5000)
-        told(memory)
-        for number, num_rows in enumerate((8, 5, 8)):
-            add(memory, number, num_rows)
-
-    ranks(program)
 
 
 @calls
@@ -277,16 +262,6 @@ def test_a_start_that_fails_on_one_rank_says_why_on_all(machine, step, message, 
     assert re.search(message, why)
 
 
-def test_a_rank_that_lacks_memory_at_the_start_says_so(machine):
-    def program(comm):
-        machine.become(comm.rank)
-        machine.gpu.left = 0 if comm.rank == 2 else 1 << 30
-        return nccl._peer_memory(World(comm), [nccl.Gpu(0, "node7", "", "")] * SIZE, "auto")
-
-    made = thdattn.comm.run_local(SIZE, program, timeout=20)
-    assert len(set(made)) == 1 and "failed on rank 2: found 0.00 MiB of GPU memory free" in made[0][1]
-
-
 # --- what is kept ------------------------------------------------------------------------------------------------
 
 
@@ -382,24 +357,6 @@ def test_close_frees_all_at_once(ranks):
         ranks(program)
     finally:
         gc.enable()
-
-
-def test_what_is_kept_for_calls_to_come_is_bounded(ranks, monkeypatch):
-    monkeypatch.setattr(windows, "_MOST_KEPT", 10)
-
-    def program(memory, gpu):
-        for number in range(3):
-            gather(memory, number, 400)
-        for num_rows in range(1, 300):
-            gather(memory, 0, num_rows)
-        window, made = memory._memory.window("windows of keys", 8, False), []
-        for number in range(40):
-            window.memoize("often", lambda: made.append("often") or made)
-            window.memoize(number, lambda number=number: made.append(number) or made)
-        assert made == ["often", *range(40)] and len(window._kept) == 10
-
-    ranks(program)
-    assert peer._route.cache_info().currsize <= 256
 
 
 # --- agreement ---------------------------------------------------------------------------------------------------

@@ -107,17 +107,3 @@ def test_any_number_of_arrays_is_packed_and_fillers_become_zero(cupy, num_arrays
     cuda.pack_rows([cupy.asarray(x) for x in xs], cupy.asarray(order), found)
     for x, y in zip(found, wanted, strict=True):
         assert x.get().tobytes() == y.tobytes() and not y[order < 0].any()
-
-
-def test_there_and_back_is_where_it_was(cupy):
-    from thdattn.engines import cuda
-
-    case = next(case for case in SMALL if case.name == "edge-lengths")
-    _, plan = engines_and_plans(case, 4)
-    k, v = (distinct(plan.key_rows, (2, 64), BFLOAT16, i) for i in (0, 5))
-    back = cuda.to_sequence_order([[x] for x in cuda.to_rank_order(cupy.asarray(k), cupy.asarray(v), plan)], plan)
-    seen = cupy.asnumpy(plan.query_ranges[:, 0] < plan.query_ranges[:, 1])
-    assert seen.any() and not seen.all()
-    for x, y in zip(back, (k, v), strict=True):
-        assert x.get()[seen].tobytes() == y[seen].tobytes()
-        assert not x.get()[~seen].any()

@@ -158,35 +158,6 @@ def test_large_logits_neither_overflow_nor_warn(sign, winners):
     np.testing.assert_allclose(actual.max_logit, max(0, sign * 7200))
 
 
-@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
-def test_order_moves_worked_by_hand(dtype):
-    # Two ranks of 3 rows; rank 0 has rows 0 and 3, rank 1 rows 1 and 4; nobody owns rows 2 and 5.
-    plan = SimpleNamespace(rank_order=np.array([0, 3, -1, 1, 4, -1], np.int32), key_rows=6)
-    gathered = np.array([10, 13, np.nan, 11, 14, np.nan]).astype(dtype).reshape(6, 1, 1)
-    k, v = reference.to_sequence_order([[gathered], [2 * gathered.repeat(2, axis=2)]], plan)
-    assert k.dtype == v.dtype == dtype
-    assert k.ravel().tolist() == [10, 11, 0, 13, 14, 0]
-    assert v[:, 0, 1].tolist() == [20, 22, 0, 26, 28, 0]
-    dk, dv = reference.to_rank_order(k + dtype(1), v, plan)
-    assert dk.dtype == dv.dtype == dtype
-    assert dk.ravel().tolist() == [11, 14, 0, 12, 15, 0]
-    assert dv[:, 0, 0].tolist() == [20, 26, 0, 22, 28, 0]
-
-
-@settings(deadline=None)
-@given(st.integers(0, 30), st.integers(0, 6), st.integers(0, 2**32 - 1))
-def test_order_moves_are_inverse_on_owned_rows(owned, fillers, seed):
-    rng = np.random.default_rng(seed)
-    rank_order = rng.permutation(np.append(np.arange(owned), np.full(fillers, -1))).astype(np.int32)
-    plan = SimpleNamespace(rank_order=rank_order, key_rows=owned)
-    k, v = rng.standard_normal((owned, 2, 3)), rng.standard_normal((owned, 1, 2))
-    there = reference.to_rank_order(k, v, plan)
-    back = reference.to_sequence_order([[x] for x in there], plan)
-    np.testing.assert_array_equal(back[0], k)
-    np.testing.assert_array_equal(back[1], v)
-    assert not there[0][rank_order < 0].any() and not there[1][rank_order < 0].any()
-
-
 def check_blocks(key_ranges, num_heads):
     """Every non-empty row is in one block, whose span is what its rows see; returns the scores computed."""
     rows, blocks = host_blocks.row_blocks(key_ranges, num_heads)

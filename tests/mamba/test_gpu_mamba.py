@@ -1,9 +1,4 @@
-"""The CUDA engine's Mamba-2 mixer on one GPU that simulated ranks share: how exact it is, and what is particular to it.
-
-Every allocation starts as NaN and every row that holds no token is NaN. `out` is held to the errors of the NumPy engine
-in the same dtype, which rounds what the kernels round, and gradients to those of plain maths. With a norm all are held
-to those of plain maths.
-"""
+"""The CUDA engine's Mamba-2 mixer on GPUs: how exact it is, what is particular to it, and several ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 from cases import to_host
+from launch import RANKS, all_done, run_gpu_ranks
+from loopback import Loopback, Mirror
 from mixer_cases import (
     BFLOAT16,
     FIELDS,
@@ -33,6 +30,7 @@ from mixer_cases import (
     with_norm,
 )  # fmt: skip
 from ranks import graph_ranks
+from tree_cases import LONG
 
 import thdattn
 from thdattn import oracle
@@ -513,3 +511,43 @@ def test_sizes_without_kernels_are_refused(cupy, changes, kind, message):
 
 def test_auto_is_the_gpu(cupy):
     assert thdattn.Mamba2Mixer(thdattn.comm.init("single"), 8, 64, 128).engine == "cuda"
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------
+
+
+pytest.importorskip("cupy")  # which peer memory loads
+
+
+
+PROGRAM = RANKS / "mamba_ranks.py"
+PACKS = [
+    *(Case(name, lengths, sizes=GPU_SIZES) for name, lengths in (
+        ("over-all-ranks", (3000,)), ("own-and-crossing", (700, 1400, 3, 897)), ("own", (1500, 1500)))),
+    Case(LONG.name, (), trees=LONG, sizes=GPU_SIZES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_ranks_together_are_one_rank(cupy, transport, n):
+    all_done(run_gpu_ranks(cupy, n, PROGRAM, "gpu-cases", str(n), transport, timeout=200), n, "gpu-cases")
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("case", PACKS, ids=str)
+def test_peer_memory_gives_the_bits_of_collectives(cupy, monkeypatch, case):
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    with cupy.cuda.Stream(non_blocking=True):
+        comm = Loopback(monkeypatch)
+        layers = [(mixer, mixer.plan(case.batch)) for mixer in (
+            case.mixer(each, BFLOAT16, engine="cuda") for each in (comm, Mirror()))]  # fmt: skip
+        for seed in range(4):
+            results = []
+            for mixer, plan in layers:
+                local, gradient = (plan.shard(cupy.asarray((seed + 1) * x)) for x in (zxbcdt, dout))
+                out, saved = mixer.forward(local, thdattn.Mamba2Weights(*map(cupy.asarray, weights)), plan)
+                dzxbcdt, dweights = mixer.backward(gradient, saved)
+                results.append([to_host(x).tobytes() for x in (out, dzxbcdt, *dweights)])
+            assert results[0] == results[1]
+        comm.peer.close()

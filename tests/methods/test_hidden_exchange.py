@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import BFLOAT16, Case, check, gpu_only, plan_with
 from late_rows import come_late, hide_all
-from test_balanced import CP_SIZES, PACKS, WINDOWS, batch_of, plan_of, random_pack, visible
+from test_balanced import CP_SIZES, PACKS, WINDOWS, plan_of, random_pack, visible
 from test_methods import BY_NAME
 from ways import Way, run_way
 
@@ -72,17 +72,6 @@ def test_foreign_tiles_of_any_pack():
         tiles = tuple(rng.integers(1, 20, 2).tolist())
         counted += assert_foreign_tiles(random_pack(rng), int(rng.choice(CP_SIZES[1:])), window, tiles)
     assert counted.min() > 500, "both kinds are there"
-
-
-def test_a_document_on_two_ranks_makes_its_own_tiles_foreign_alone():
-    # 1,024 tokens on ranks 0 and 1, in chunks of 256 rows, 0 and 3 on the first rank: its second chunk sees others.
-    batch = batch_of([1024])
-    near = [~plan_of(Sharding(batch, 2, "balanced"), rank, (-1, 0), (64, 64)).foreign_tiles[0] for rank in (0, 1)]
-    assert near[0].tolist() == [True] * 4 + [False] * 4 and not near[1].any()
-    # Through a window of 64 the first 64 rows of a chunk see the chunk before.
-    near = [~plan_of(Sharding(batch, 2, "balanced"), rank, (64, 0), (64, 64)).foreign_tiles[0] for rank in (0, 1)]
-    assert near[0].tolist() == [True] * 4 + [False] + [True] * 3
-    assert near[1].tolist() == [False] + [True] * 7
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -179,6 +179,30 @@ def test_what_an_attention_hides_is_sent_before_it():
 # --- memory ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["two-of-eight", "edge-lengths"])
+@pytest.mark.parametrize("cp_size", RING_SIZES)
+def test_memory_says_what_calls_make(name, cp_size):
+    case = replace(CASES[name], heads=(6, 2), dims=(4, 8))
+    batch = case.batch(cp_size)
+
+    def program(comm):
+        attention = case.attention(comm, BFLOAT16, engine="reference")
+        plan = attention.plan(batch)
+        layer = Layer(*case.heads, BFLOAT16, False, (2,), False)
+        said = p2p.memory(comm, replace(plan, arrays=thdattn.plan.plan.NO_ARRAYS), layer)
+        q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, BFLOAT16))
+        out, lse, _ = ring_forward(comm, plan, q, k, v, 1.0, False)
+        forward = plan.held_bytes()
+        gradients = ring_backward(comm, BackwardInputs(dout, q, k, v, out, lse, plan), 1.0, False)
+        made = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+        assert said.saved == {name: x.nbytes for name, x in made.items()}
+        assert said.grads == {name: x.nbytes for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}
+        assert sum(said.forward.values()) - said.forward["plan"] == forward
+        assert sum(said.backward.values()) == plan.held_bytes() - forward
+
+    thdattn.comm.run_local(cp_size, program)
+
+
 def test_a_ring_of_eight_takes_a_third_of_the_all_gather():
     batch = thdattn.PackedBatch([0, 65536])
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, BIG, CROSS, LONG, SMALL, Case, local_rows, outline_of, random_inputs, to_host
+from cases import BFLOAT16, BIG, CROSS, LONG, SMALL, local_rows, outline_of, random_inputs, to_host
 
 import thdattn
 from thdattn.kernels.configs import TILES
@@ -106,29 +106,6 @@ def test_lengths_on_the_gpu_are_attended_as_on_the_host(cupy, case):
 @pytest.mark.parametrize("case", [*BIG, LONG], ids=str)
 def test_device_plan_of_a_big_pack_is_the_host_plan(cupy, case, cp_size, sharding):
     assert_same_plans_of(cupy, replace(case, sharding=sharding), cp_size, [case.window], TILE_SIZES[:1])
-
-
-def random_case(rng):
-    """A pack of any lengths, zeros among them, with padding in and behind sequences; on one rank maybe with keys."""
-    cp_size = int(rng.choice([1, 2, 3, 4, 8]))
-    sharding = str(rng.choice(["dual_chunk", "contiguous"]))
-    multiple = 2 * cp_size if sharding == "dual_chunk" and cp_size > 1 else 1
-    num_seqs = int(rng.integers(0, 9))
-    lengths = rng.integers(0, rng.choice([2, 20, 700]), num_seqs) * (rng.random(num_seqs) < rng.choice([0, 0.7, 1]))
-    padded = -(-lengths // multiple) * multiple + rng.integers(0, 3, num_seqs) * multiple
-    keys = tuple(rng.integers(0, 300, num_seqs).tolist()) if cp_size == 1 and rng.random() < 0.4 else None
-    slack = int(rng.choice([0, 0, 1, 300]))
-    case = Case("random", tuple(lengths.tolist()), tuple(padded.tolist()), slack, keys=keys, sharding=sharding)
-    return case, cp_size
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_device_plan_of_any_pack_is_the_host_plan(cupy, seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(30):
-        case, cp_size = random_case(rng)
-        window = tuple(rng.integers(-1, 40, 2).tolist())
-        assert_same_plans_of(cupy, case, cp_size, [(-1, 0), window], [tuple(rng.integers(1, 200, 2).tolist())])
 
 
 @pytest.mark.parametrize("name", ["edge-lengths", "capacity", "all-empty", "no-sequences"])

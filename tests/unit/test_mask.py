@@ -1,11 +1,15 @@
-"""What the package assumes of every mask, held against the rule itself, position by position."""
+"""The rule of the mask held against itself, position by position; visible pairs and FLOPs against a count."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from cases import CASES
+from wrong_values import DeviceOffsets
 
+import thdattn
 from thdattn.packing import PackedBatch
 from thdattn.plan.mask import hides_tokens, in_sight, most_in_sight, transposed, visible_pairs
 
@@ -59,3 +63,87 @@ def test_what_is_said_of_a_whole_mask_is_counted(mask, queries, keys):
     assert visible_pairs(batch, key_batch, mask) == seen.sum()
     assert hides_tokens(batch, key_batch, mask) == (not seen.any(axis=1).all())
     assert (seen.sum(axis=1) <= most_in_sight(mask, keys)).all()
+
+
+# --- pairs and FLOPs ---------------------------------------------------------------------------------------------
+
+
+WINDOWS = [(-1, -1), (0, 0), (3, 0), (-1, 0), (5, -1), (2, 4), (0, 7), (100, 100)]
+
+
+def attention(comm=None, **options):
+    comm = comm or thdattn.comm.init("single")
+    return thdattn.CPAttention(comm, **{"num_heads": 2, "head_dim": 8, "engine": "reference", **options})
+
+
+def counted_pairs(lengths, causal, window):
+    """Every query and key of every document, one by one."""
+    left, right = window
+    return sum(
+        (left < 0 or key >= query - left) and (right < 0 or key <= query + right) and (not causal or key <= query)
+        for length in lengths for query in range(length) for key in range(length)
+    )  # fmt: skip
+
+
+def test_flops_worked_by_hand():
+    # Causal: 1 + 2 + 3 pairs; per pair and head 2*4 operations for the score, 2*8 for its share of the output.
+    attn = attention(num_heads=2, num_kv_heads=1, head_dim=4, v_head_dim=8)
+    flops = attn.flops(attn.plan(thdattn.PackedBatch([0, 3]), "contiguous"))
+    assert flops.forward == 6 * 2 * (2 * 4 + 2 * 8)
+    assert flops.backward == 2.5 * flops.forward
+    assert [type(count) for count in flops] == [int, int]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_every_rank_counts_the_pairs_of_all_ranks(window, causal, cp_size):
+    lengths = (0, 1, 2, 5, 0, 17, 9)
+    window = (window[0], min(window[1], 0)) if causal else window
+    batch = thdattn.PackedBatch.from_lengths(lengths, multiple=2 * cp_size)
+
+    def program(comm):
+        attn = attention(comm, num_heads=3, head_dim=8, causal=causal, window=window)
+        plan = attn.plan(batch)
+        assert attn.flops(batch) == attn.flops(plan)
+        return plan, attn.flops(plan)
+
+    pairs = counted_pairs(lengths, causal, window)
+    ranks = thdattn.comm.run_local(cp_size, program)
+    for plan, flops in ranks:
+        assert plan.visible_pairs == pairs
+        assert flops == thdattn.Flops(pairs * 3 * 2 * (8 + 8), pairs * 3 * 5 * (8 + 8))
+    assert sum(int(np.diff(plan.key_ranges).sum()) for plan, _ in ranks) == pairs, "a rank's share is its key ranges"
+
+
+@pytest.mark.parametrize(("causal", "pairs"), [(True, 65_536 * 65_537 // 2), (False, 65_536**2)])
+def test_long_documents_do_not_overflow(causal, pairs):
+    attn = attention(num_heads=128, num_kv_heads=8, head_dim=128, causal=causal)
+    flops = attn.flops(attn.plan(thdattn.PackedBatch.from_lengths([65_536, 65_536, 7, 65_536], 2)))
+    small = 7 * 8 // 2 if causal else 49
+    assert flops.forward == 4 * 128 * 128 * (3 * pairs + small)
+    assert flops.backward == 10 * 128 * 128 * (3 * pairs + small)
+
+
+def test_longest_possible_document_does_not_overflow():
+    attn = attention(num_heads=1)
+    plan = attn.plan(thdattn.PackedBatch([0, 4]))
+    longest = thdattn.PackedBatch([0, 2**31 - 1])
+    plan = replace(plan, sharding=thdattn.Sharding(longest, 1, "contiguous"), key_batch=longest)
+    assert plan.visible_pairs == (2**31 - 1) * 2**31 // 2
+    assert replace(plan, window=(-1, -1)).visible_pairs == (2**31 - 1) ** 2
+
+
+def test_work_that_cannot_be_counted_is_refused():
+    attn = attention()
+    other = attention(window=(5, 0)).plan(thdattn.PackedBatch([0, 8]))
+    lengths = thdattn.PackedBatch(DeviceOffsets(2), total_rows=8)
+    on_gpu = replace(other, window=(-1, 0), sharding=thdattn.Sharding(lengths, 1))
+    for plan, kind, message in (
+        (other, ValueError, r"plan was made for window \(5, 0\), wanted \(-1, 0\)"),
+        (other.sharding, TypeError, r"plan is <.*>, a Sharding; wanted a Plan; make it with attn\.plan\(batch\)"),
+        (on_gpu, ValueError, r"counting visible pairs needs the offsets on the host.*cu_seqlens\.get\(\)"),
+        (on_gpu.batch, ValueError, "counting visible pairs needs the offsets on the host"),
+    ):
+        with pytest.raises(kind, match=message):
+            attn.flops(plan)

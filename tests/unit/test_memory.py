@@ -65,8 +65,9 @@ class Twin(Mirror):
             room[...] = 0
 
 
-METHODS = [("all_gather", "balanced", 1), ("a2a", "contiguous", 1), ("a2a", "contiguous", 2), ("a2a", "contiguous", 4),
-           ("a2a+all_gather", "dual_chunk", 1), ("a2a+all_gather", "dual_chunk", 2), ("a2a+all_gather", "balanced", 2)]
+METHODS = [("all_gather", "dual_chunk", 1), ("all_gather", "dual_chunk", 2), ("all_gather", "balanced", 1),
+           *(("a2a", "contiguous", groups) for groups in (1, 2, 4)), ("a2a+all_gather", "dual_chunk", 1),
+           ("a2a+all_gather", "dual_chunk", 2), ("a2a+all_gather", "balanced", 2)]
 LARGER, WHOLE = (PackedBatch.from_lengths(lengths, multiple=4) for lengths in ([52, 0, 120, 16], [52, 52]))
 
 

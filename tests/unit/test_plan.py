@@ -1,4 +1,4 @@
-"""The plan of a rank against brute force over every pair of rows, written from the rule on positions."""
+"""The plan of a rank against brute force over every pair of rows, and whole arrays cut by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import BIG, LONG, SMALL, Case, to_host
+from cases import BFLOAT16, BIG, CASES, LONG, SMALL, Case, to_host, token_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -287,6 +287,23 @@ def test_tokens_before_all_padding_are_counted(strategy, cp_size):
             assert tokens.tolist() == [row < sharding.leading_tokens(rank) for row in range(len(tokens))]
 
 
+@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_tokens_behind_padding_are_not_counted_as_leading(strategy, cp_size):
+    lengths, padded = (2 * cp_size * np.array(x) for x in ((1, 8, 3, 40, 2), (3, 10, 3, 41, 9)))
+    case = Case("gaps", tuple(lengths.tolist()), tuple(padded.tolist()))
+    batch = case.batch(cp_size)
+    sharding = thdattn.Sharding(batch, cp_size, strategy)
+    is_token = np.isin(np.arange(batch.total_rows), token_rows(batch))
+    found = []
+    for rank in range(cp_size):
+        rows, leading = sharding.rows(rank), sharding.leading_tokens(rank)
+        tokens = (rows >= 0) & is_token[rows]
+        assert leading is None or tokens.tolist() == [row < leading for row in range(len(rows))]
+        found.append(leading)
+    assert None in found
+
+
 def padded_results(engine, attention, plan):
     """out, lse and gradients of a pack whose padding holds large finite numbers."""
     batch, rng, (head_dim, v_head_dim) = plan.batch, np.random.default_rng(0), plan.head_dims
@@ -314,3 +331,61 @@ def test_finite_padding_is_a_bool():
     attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, 8, engine="reference")
     with pytest.raises(TypeError, match="finite_padding is 'no'"):
         attention.plan(thdattn.PackedBatch([0, 4]), finite_padding="no")
+
+
+# --- whole arrays and a rank's rows ------------------------------------------------------------------------------
+
+
+def plans_over(cp_size, batch, sharding, program, engine="reference"):
+    """What program(plan, comm) returns on every simulated rank."""
+    def on_rank(comm):
+        return program(thdattn.CPAttention(comm, 1, 64, engine=engine).plan(batch, sharding), comm)
+
+    return thdattn.comm.run_local(cp_size, on_rank)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.int64, bool, np.complex128], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 5), (0,)], ids=str)
+@pytest.mark.parametrize("name", ["edge-lengths", "capacity-contiguous", "all-empty"])
+def test_unshard_is_the_inverse_of_shard(engine, name, shape, dtype, cp_size):
+    case = CASES[name]
+    batch = case.batch(cp_size)
+    size = int(np.prod((batch.total_rows, *shape)))
+    whole = (np.arange(1, size + 1) % 251).astype(dtype).reshape(batch.total_rows, *shape)
+    sharding = thdattn.Sharding(batch, cp_size, case.sharding)
+
+    def program(plan, comm):
+        local = plan.shard(engine.xp.asarray(whole))
+        assert isinstance(local, engine.xp.ndarray)
+        mine, fillers = to_host(local), sharding.rows(comm.rank) < 0
+        assert mine.dtype == whole.dtype and not mine[fillers].any()
+        np.testing.assert_array_equal(mine, sharding.shard(whole, comm.rank))
+        mine[fillers] = 1
+        return plan.unshard(engine.xp.asarray(mine), comm)
+
+    for again in plans_over(cp_size, batch, sharding, program, engine.name):
+        assert isinstance(again, engine.xp.ndarray) and again.dtype == whole.dtype
+        assert engine.name == "cuda" or not np.shares_memory(again, whole)
+        np.testing.assert_array_equal(to_host(again), whole)
+
+
+def test_shard_and_unshard_name_what_is_wrong():
+    batch = thdattn.PackedBatch.from_lengths([7, 3], 4)
+
+    def program(plan, comm):
+        with pytest.raises(ValueError, match=r"x has shape \(6, 3\), wanted 12 rows; pass the whole packed array"):
+            plan.shard(np.zeros((6, 3)))
+        with pytest.raises(ValueError, match=r"x has shape \(12,\), wanted 6 rows; pass this rank's rows"):
+            plan.unshard(np.zeros(12), comm)
+        with pytest.raises(ValueError, match=r"comm is rank 0 of 1, wanted rank \d of 2 as the plan; pass the comm"):
+            plan.unshard(np.zeros(6), thdattn.comm.init("single"))
+        with pytest.raises(TypeError, match=r"comm is a NoneType, wanted a Comm; pass that of the attention"):
+            plan.unshard(np.zeros(6), None)
+        with pytest.raises(TypeError, match=r"x is a builtins\.list, wanted a NumPy array"):
+            plan.shard([0.0] * 12)
+        for x in (np.zeros((6, 1 + comm.rank)), np.zeros(6, [np.float32, np.float64][comm.rank])):
+            with pytest.raises(ValueError, match=r"x of unshard is not the same on all ranks"):
+                plan.unshard(x, comm)
+
+    plans_over(2, batch, "dual_chunk", program)
