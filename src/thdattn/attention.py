@@ -462,5 +462,4 @@ class CPAttention:
         return self._checked("k", k, (*both, self.head_dim)), self._checked("v", v, (*both, self.v_head_dim))
 
     def _description(self, plan: Plan) -> dict[str, Any]:
-        """Return the fields in which ranks must agree, by name."""
         return build.description(plan, self._asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -117,41 +118,29 @@ def _cuda_driver() -> Library:
 
 
 def _cuda_libraries() -> list[Library]:
-    def cupy() -> Library:
-        import cupy
-
-        return Library("CuPy", cupy.__version__, cupy.__file__)
-
-    def runtime() -> Library:
-        from cupy import cuda
-
-        return Library("CUDA runtime", _dotted(cuda.get_local_runtime_version()), _loaded_from("libcudart.so"))
-
-    def compiler() -> Library:
-        from cupy.cuda import nvrtc
-
-        return Library("NVRTC", ".".join(map(str, nvrtc.getVersion())), _loaded_from("libnvrtc.so"))
-
-    def nccl() -> Library:
-        from cupy.cuda import nccl
-
-        if not nccl.available:
+    def nccl() -> str:
+        module = load("cupy").cuda.nccl
+        if not module.available:
             raise RuntimeError("CuPy finds no libnccl.so")
-        number = nccl.get_version()
-        return Library(
-            "NCCL", f"{number // 10000}.{number // 100 % 100}.{number % 100}", _loaded_from("libnccl.so")
-        )
+        number = module.get_version()
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
-    probes = {"CuPy": cupy, "CUDA runtime": runtime, "NVRTC": compiler, "NCCL": nccl}
+    load: Callable[[str], Any] = importlib.import_module
+    probes = {  # version and place
+        "CuPy": lambda: (load("cupy").__version__, load("cupy").__file__),
+        "CUDA runtime": lambda: (_dotted(load("cupy").cuda.get_local_runtime_version()), _loaded_from("libcudart.so")),
+        "NVRTC": lambda: (".".join(map(str, load("cupy").cuda.nvrtc.getVersion())), _loaded_from("libnvrtc.so")),
+        "NCCL": lambda: (nccl(), _loaded_from("libnccl.so")),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # CuPy warns of what `missing` says with a remedy
         return [_attempt(name, probe) for name, probe in probes.items()]
 
 
-def _attempt(name: str, probe: Callable[[], Library]) -> Library:
+def _attempt(name: str, probe: Callable[[], tuple[str, str]]) -> Library:
     """Run a probe; half-installed libraries raise RuntimeError and OSError too, not only ImportError."""
     try:
-        return probe()
+        return Library(name, *probe())
     except Exception as error:
         return Library(name, None, _one_line(f"{type(error).__name__}: {error}"))
 

@@ -274,12 +274,10 @@ class _Layer:
 
     @property
     def method(self) -> Method:
-        """Return the method for rows."""
         return self.attention._selection.between(self.plan)
 
     @property
     def heads(self) -> int:
-        """Return the number of query heads that a rank computes."""
         return self.attention.num_heads // self.inner
 
     @property

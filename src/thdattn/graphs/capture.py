@@ -430,7 +430,6 @@ def _is_frozen(x: Any) -> bool:
 
 
 def _is_cupy_array(x: Any) -> bool:
-    """Return whether x is a CuPy array."""
     return type(x).__module__.startswith("cupy") and hasattr(x, "data")
 
 

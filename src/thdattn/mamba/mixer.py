@@ -279,7 +279,6 @@ class Mamba2Mixer:
         return self._mixer.mixer_decode(zxbcdt, weights, self._shape, cache)
 
     def _description(self, plan: Plan) -> dict[str, Any]:
-        """Return the fields in which ranks must agree, by name."""
         return description(plan, {name: str(value) for name, value in self._shape._asdict().items()})
 
     def _check_plan(self, plan: Plan) -> None:

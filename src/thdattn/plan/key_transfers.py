@@ -98,12 +98,10 @@ class Routes:
 
     @property
     def num_sent(self) -> int:
-        """Sum of sent."""
         return int(self.sent.sum())
 
     @property
     def num_received(self) -> int:
-        """Sum of received."""
         return int(self.received.sum())
 
     @property

@@ -77,7 +77,6 @@ class _Spec(NamedTuple):
 
     @property
     def out_dtype(self) -> str:
-        """Name of the dtype of out."""
         return "float32" if self.accumulate else str(self.heads.dtype.name)
 
 
