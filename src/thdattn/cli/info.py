@@ -119,7 +119,7 @@ def _cuda_driver() -> Library:
 
 def _cuda_libraries() -> list[Library]:
     def nccl() -> str:
-        module = load("cupy").cuda.nccl
+        module = load("cupy.cuda.nccl")
         if not module.available:
             raise RuntimeError("CuPy finds no libnccl.so")
         number = module.get_version()
