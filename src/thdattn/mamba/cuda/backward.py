@@ -15,20 +15,7 @@ from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
 from thdattn.kernels.instances import instance
-from thdattn.mamba.configs import (
-    CONV_BACK_COLUMNS,
-    CONV_BACK_HEADS,
-    SEGMENT_CHUNKS,
-    SUM_COLUMNS,
-    WALK_SLICE,
-    ChunkTile,
-    ChunkTileSm90,
-    Walk,
-    WalkSm90,
-    chunk_tile_for,
-    portable_walk,
-    walk_for,
-)
+from thdattn.mamba import configs
 from thdattn.mamba.cuda.forward import (
     boxes_of,
     chunks_of,
@@ -43,7 +30,7 @@ from thdattn.mamba.shape import CHUNK, Activations, Inputs, Mamba2Weights, Mixer
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import FLOAT32, Buffer
 
-_AT_ONCE = 8 * SEGMENT_CHUNKS  # chunks with states in memory at a time; enough to fill the largest GPUs
+_AT_ONCE = 8 * configs.SEGMENT_CHUNKS  # chunks with states in memory at a time; enough to fill the largest GPUs
 
 
 class Gradients(NamedTuple):
@@ -105,7 +92,7 @@ def _ends(shape: MixerShape) -> Buffer:
 
 
 def _slices(shape: MixerShape) -> int:
-    return -(-shape.state_dim // WALK_SLICE)
+    return -(-shape.state_dim // configs.WALK_SLICE)
 
 
 def _splits(chunks: int, shape: MixerShape) -> int:
@@ -117,13 +104,13 @@ def _splits(chunks: int, shape: MixerShape) -> int:
     return next(enough, heads)
 
 
-def _tile(shape: MixerShape) -> ChunkTile | ChunkTileSm90:
+def _tile(shape: MixerShape) -> configs.ChunkTile | configs.ChunkTileSm90:
     gpu = launch.this_gpu()
-    return chunk_tile_for(shape.head_dim, shape.state_dim, gpu.shared_bytes, gpu.sm90)
+    return configs.chunk_tile_for(shape.head_dim, shape.state_dim, gpu.shared_bytes, gpu.sm90)
 
 
-def _walk(shape: MixerShape) -> Walk | WalkSm90:
-    return walk_for(_tile(shape), shape.d_inner // shape.num_groups, launch.this_gpu().shared_bytes)
+def _walk(shape: MixerShape) -> configs.Walk | configs.WalkSm90:
+    return configs.walk_for(_tile(shape), shape.d_inner // shape.num_groups, launch.this_gpu().shared_bytes)
 
 
 def _usual(shape: MixerShape) -> tuple[Any, ...]:
@@ -153,7 +140,7 @@ def mixer_gate_states(
     zxbcdt, weights, plan, shape, _ = inputs
     dy, *of_states = map(plan.workspace.array, _gate_buffers(plan, shape))
     of_d = _partials_of(gradients, "D", shape)
-    if shape.norm or isinstance(_walk(shape), Walk):
+    if shape.norm or isinstance(_walk(shape), configs.Walk):
         gate, states = _gate_then_states(plan, shape)
         weight, of_weight = ([weights.norm_weight], [gradients.of_norm]) if shape.norm else ([], [])
         gate(dout, zxbcdt, y, act.channels, *weight, dy, dzxbcdt, *of_weight, *of_d)
@@ -174,7 +161,7 @@ def _gate_then_states(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
     else:
         grid = grid_of_rows(-(-shape.d_inner // 1024), chunks_of(plan))
         gate = Launch(compiler.kernel(*instance("thd_mixer_gate_bwd", dtype)), grid, 128, (plan.key_ranges, size))
-    walk = portable_walk(shape.head_dim, shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes)
+    walk = configs.portable_walk(shape.head_dim, shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes)
     blocks = segments_of(plan), shape.d_inner // walk.columns, _slices(shape)
     return gate, Launch(compiler.kernel(*walk.thd_ssd_dstates(dtype)), blocks, walk.threads, (size,))
 
@@ -182,7 +169,7 @@ def _gate_then_states(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
 @memoized
 def _gate_states(plan: Plan, shape: MixerShape) -> Launch:
     walk = _walk(shape)
-    assert isinstance(walk, WalkSm90)
+    assert isinstance(walk, configs.WalkSm90)
     grid = shape.num_heads // walk.heads, segments_of(plan)
     return Launch(compiler.kernel(*walk.gate_kernel(shape.dtype.name)), grid, walk.gate_threads,
                   (size_of(plan, shape),))
@@ -259,10 +246,10 @@ def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tupl
 def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch, Launch]:
     """Return three launches: gradients of columns, sums of the weights' partial sums, and sums of those of norm_weight.
     """
-    chunks, columns = chunks_of(plan), -(-shape.channels // CONV_BACK_COLUMNS)
+    chunks, columns = chunks_of(plan), -(-shape.channels // configs.CONV_BACK_COLUMNS)
     conv = Launch(
         compiler.kernel(*instance("thd_mixer_conv_bwd", shape.dtype.name, shape.conv_width)),
-        grid_of_rows(columns + -(-shape.num_heads // CONV_BACK_HEADS), chunks), 128,
+        grid_of_rows(columns + -(-shape.num_heads // configs.CONV_BACK_HEADS), chunks), 128,
         (np.int32(columns), size_of(plan, shape)))
     a_log = sum(map(math.prod, shape.weights[:2]))
     return conv, _sums(chunks, _numbers(shape), a_log, shape.num_heads), _sums(chunks, shape.d_inner)
@@ -272,12 +259,12 @@ def _sums(chunks: int, columns: int, a_log: int = 0, heads: int = 0) -> Launch:
     """Return the launch that sums partial sums of `columns` columns; those of A, from column a_log on, become dA_log.
     """
     numbers = map(np.int32, (chunks, columns, a_log, heads))
-    return Launch(compiler.kernel("thd_mixer_sum"), (-(-columns // SUM_COLUMNS),), 256, tuple(numbers))
+    return Launch(compiler.kernel("thd_mixer_sum"), (-(-columns // configs.SUM_COLUMNS),), 256, tuple(numbers))
 
 
 def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None:
     """Add the gradients from other ranks to the last rows of x, B and C. See reference.mixer_add_halos."""
-    grid = -(-shape.channels // CONV_BACK_COLUMNS), min(shape.reach, plan.local_rows)
+    grid = -(-shape.channels // configs.CONV_BACK_COLUMNS), min(shape.reach, plan.local_rows)
     ranks = map(np.int32, (shape.reach, plan.cp_rank, plan.cp_size))
     compiler.kernel(*instance("thd_mixer_add_halos", shape.dtype.name))(
         grid, 128, (halos, tail, dzxbcdt, *ranks, size_of(plan, shape)))

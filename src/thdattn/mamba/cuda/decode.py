@@ -11,14 +11,7 @@ from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array
 from thdattn.jit import compiler
 from thdattn.kernels.instances import instance
-from thdattn.mamba.configs import (
-    DECODE_CHANNELS,
-    DECODE_ROWS,
-    DECODE_THREADS,
-    FILL_COLUMNS,
-    thd_mixer_decode,
-    thd_mixer_fill,
-)
+from thdattn.mamba import configs
 from thdattn.mamba.cuda.forward import mixer_size
 from thdattn.mamba.cuda.norm import decode_norm
 from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
@@ -32,11 +25,11 @@ def mixer_decode(zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, cache
     dtype, size = shape.dtype.name, mixer_size(len(zxbcdt), shape)
     out = launch.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype)
     compiler.kernel(*instance("thd_mixer_decode_conv", dtype, shape.conv_width))(
-        (-(-shape.channels // DECODE_CHANNELS), len(zxbcdt)), 256,
+        (-(-shape.channels // configs.DECODE_CHANNELS), len(zxbcdt)), 256,
         (zxbcdt, cache.rows, weights.conv_weight, weights.conv_bias, cache.active, cache.work, size),
     )
-    compiler.kernel(*thd_mixer_decode(dtype, shape.state_dim, gates=shape.norm is None))(
-        (shape.d_inner // DECODE_ROWS, len(zxbcdt)), DECODE_THREADS,
+    compiler.kernel(*configs.thd_mixer_decode(dtype, shape.state_dim, gates=shape.norm is None))(
+        (shape.d_inner // configs.DECODE_ROWS, len(zxbcdt)), configs.DECODE_THREADS,
         (zxbcdt, cache.work, cache.states, weights.A_log, weights.D, weights.dt_bias, cache.active,
          *([] if shape.norm else [out]), size),
     )
@@ -50,10 +43,10 @@ def mixer_fill(inputs: Inputs, act: Activations, segment_states: Array, cache: M
     zxbcdt, _, plan, shape, _ = inputs
     size, lengths = mixer_size(len(zxbcdt), shape), plan.arrays.offsets[0]
     compiler.kernel(*instance("thd_mixer_fill_rows", shape.dtype.name))(
-        (-(-shape.reach * shape.channels // DECODE_CHANNELS), len(cache.rows)), 256,
+        (-(-shape.reach * shape.channels // configs.DECODE_CHANNELS), len(cache.rows)), 256,
         (zxbcdt, cache.rows, *lengths, np.int32(shape.reach), size),
     )
-    compiler.kernel(*thd_mixer_fill(shape.dtype.name, shape.state_dim))(
-        (shape.d_inner // FILL_COLUMNS, len(cache.states)), DECODE_THREADS,
+    compiler.kernel(*configs.thd_mixer_fill(shape.dtype.name, shape.state_dim))(
+        (shape.d_inner // configs.FILL_COLUMNS, len(cache.states)), configs.DECODE_THREADS,
         (act.channels, act.dt, act.sums, segment_states, cache.states, *lengths, size),
     )

@@ -18,19 +18,7 @@ from thdattn.jit.structs import MIXER_SIZE, SEGMENTS
 from thdattn.jit.tensor_map import tensor_map
 from thdattn.kernels.configs import SLAB
 from thdattn.kernels.instances import instance
-from thdattn.mamba.configs import (
-    CONV_COLUMNS,
-    CONV_ROWS,
-    FOLD_THREADS,
-    MIXER_KERNELS,
-    RATES_HEADS,
-    ROWS_BEFORE,
-    SEGMENT_CHUNKS,
-    Slab,
-    SlabSm90,
-    segments_of_block,
-    slab_for,
-)
+from thdattn.mamba import configs
 from thdattn.mamba.reference.conv import halo_rows
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape, segment_rows
 from thdattn.plan.plan import Plan
@@ -39,8 +27,8 @@ from thdattn.plan.workspace import FLOAT32, Buffer
 P = ParamSpec("P")
 T = TypeVar("T")
 
-mixer_segment_rows = CHUNK * SEGMENT_CHUNKS
-_FOLD, _START, _ENTER, _FOLD_TREES = MIXER_KERNELS
+mixer_segment_rows = CHUNK * configs.SEGMENT_CHUNKS
+_FOLD, _START, _ENTER, _FOLD_TREES = configs.MIXER_KERNELS
 _MOST_OF_Y = 2**16 - 1  # thread blocks of a grid in y
 
 
@@ -73,7 +61,7 @@ def size_of(plan: Plan, shape: MixerShape) -> Any:
     return mixer_size(plan.local_rows, shape, plan.cp_rank * plan.local_rows, segment_chunks(plan))
 
 
-def mixer_size(num_rows: int, shape: MixerShape, offset: int = 0, chunks: int = SEGMENT_CHUNKS) -> Any:
+def mixer_size(num_rows: int, shape: MixerShape, offset: int = 0, chunks: int = configs.SEGMENT_CHUNKS) -> Any:
     """Return a MixerSize; offset: the number of a row in the pack minus its number here; chunks: of a segment."""
     sizes = shape.num_heads, shape.head_dim, shape.num_groups, shape.state_dim
     return np.array((num_rows, offset, *sizes, chunks), MIXER_SIZE)[()]
@@ -94,10 +82,10 @@ def boxes_of(x: Array, box_rows: int = CHUNK) -> Any:
     return tensor_map(boxes, len(x), x.strides[0], box_rows)
 
 
-def _slab(shape: MixerShape) -> Slab | SlabSm90:
+def _slab(shape: MixerShape) -> configs.Slab | configs.SlabSm90:
     """Return how this GPU divides x into columns for thread blocks."""
     gpu = launch.this_gpu()
-    return slab_for(shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes, gpu.sm90)
+    return configs.slab_for(shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes, gpu.sm90)
 
 
 def mixer_activations(plan: Plan, shape: MixerShape) -> list[Buffer]:
@@ -174,13 +162,13 @@ def mixer_conv_states(inputs: Inputs, keep: bool) -> tuple[Activations, Array, A
     """
     zxbcdt, weights, plan, shape, halo = inputs
     slab = _slab(shape)
-    if not (plan.local_rows and isinstance(slab, SlabSm90) and slab.convolves(shape.conv_width)):
+    if not (plan.local_rows and isinstance(slab, configs.SlabSm90) and slab.convolves(shape.conv_width)):
         act = mixer_conv(inputs, keep)
         return act, *mixer_states(act, plan, shape)
     act, states = _convolve(inputs, keep, shape.d_inner), _new_states(plan, shape)
     decays, run = _states(plan, shape, True)
     x = zxbcdt[:, shape.d_inner : 2 * shape.d_inner]
-    run(boxes_of(x, CHUNK + ROWS_BEFORE), boxes_of(act.channels), halo, weights.conv_weight, weights.conv_bias,
+    run(boxes_of(x, CHUNK + configs.ROWS_BEFORE), boxes_of(act.channels), halo, weights.conv_weight, weights.conv_bias,
         act.sums, act.leave, states)
     return act, states, decays
 
@@ -200,8 +188,9 @@ def _convolve(inputs: Inputs, keep: bool, column: int) -> Activations:
 
 @memoized
 def _conv(plan: Plan, shape: MixerShape, column: int) -> Launch:
-    first, column_tiles = column // CONV_COLUMNS, -(-(shape.channels - column) // CONV_COLUMNS)
-    grid = grid_of_rows(column_tiles + -(-shape.num_heads // RATES_HEADS), -(-plan.local_rows // CONV_ROWS))
+    first, column_tiles = column // configs.CONV_COLUMNS, -(-(shape.channels - column) // configs.CONV_COLUMNS)
+    rates = -(-shape.num_heads // configs.RATES_HEADS)
+    grid = grid_of_rows(column_tiles + rates, -(-plan.local_rows // configs.CONV_ROWS))
     kernel = compiler.kernel(*instance("thd_mixer_conv", shape.dtype.name, shape.conv_width))
     return Launch(kernel, grid, 256, (np.int32(first), np.int32(column_tiles), size_of(plan, shape)))
 
@@ -228,7 +217,7 @@ def _new_states(plan: Plan, shape: MixerShape) -> Array:
 def _states(plan: Plan, shape: MixerShape, convolves: bool) -> tuple[Array, Launch]:
     slab, dtype, decays = _slab(shape), shape.dtype.name, plan.workspace.array(_decays(plan, shape))
     if convolves:
-        assert isinstance(slab, SlabSm90)
+        assert isinstance(slab, configs.SlabSm90)
         kernel = slab.conv_states_kernel(dtype, shape.conv_width)
     else:
         kernel = slab.states_kernel(dtype)
@@ -269,8 +258,8 @@ def _walk(kernel: str, arrays: tuple[Array, ...], over: range, state: tuple[int,
     """Launch a thread for every four numbers of a state, which walks over segments or ranks."""
     over = over[::-1] if reverse else over
     numbers = over.start, over.step, len(over), state[0], math.prod(state[1:])
-    grid = (-(-math.prod(state) // (4 * FOLD_THREADS)),)
-    compiler.kernel(kernel)(grid, FOLD_THREADS, (*arrays, *map(np.int32, numbers)))
+    grid = (-(-math.prod(state) // (4 * configs.FOLD_THREADS)),)
+    compiler.kernel(kernel)(grid, configs.FOLD_THREADS, (*arrays, *map(np.int32, numbers)))
 
 
 def mixer_scan(inputs: Inputs, act: Activations, states: Array, segments: slice, y: Array, out: Array) -> None:
@@ -290,7 +279,7 @@ def _scan(plan: Plan, shape: MixerShape, first: int, end: int) -> tuple[bool, La
     slab, count = _slab(shape), end - first
     slabs = shape.d_inner // slab.columns
     # Behind a segment of trees, the next one in memory may start from another state.
-    of_block = 1 if plan.has_trees else segments_of_block(count, slabs, launch.this_gpu().multiprocessors)
+    of_block = 1 if plan.has_trees else configs.segments_of_block(count, slabs, launch.this_gpu().multiprocessors)
     segments = np.array((first, count, of_block), SEGMENTS)[()]
     kernel = compiler.kernel(*slab.scan_kernel(shape.dtype.name, gates=shape.norm is None))
     fixed = segments, plan.key_ranges, size_of(plan, shape)
