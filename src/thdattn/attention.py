@@ -62,8 +62,8 @@ class CPAttention:
             p2p keeps nothing.
         cp_comm_type: what ranks exchange. "all_gather": the keys and values of all ranks; with the sharding "balanced",
             those that a rank's queries see. "a2a": heads, so that a rank has all rows of some heads. "p2p": keys and
-            values round a ring, where those of all ranks would take too much memory. "a2a+all_gather", "a2a+p2p":
-            heads among the ranks of inner, keys and values among the ranks of outer.
+            values round a ring, with every sharding those of all ranks, where these would take too much memory at once.
+            "a2a+all_gather", "a2a+p2p": heads among the ranks of inner, keys and values among the ranks of outer.
         softcap: if > 0, a logit is softcap * tanh(softmax_scale * q.k / softcap), which stays below softcap; 0: no cap.
         sinks: every query head has a sink: a logit without a value that joins the softmax of each of the head's rows.
             A query may then attend to nothing. forward takes the sinks, and backward returns their gradient.

@@ -173,8 +173,7 @@ def test_as_many_neighbours_exchange_heads_as_these_allow(heads, cp_size, most):
         (2, "--cp-inner 2", "--cp-inner is 2 and --cp-comm-type all_gather, wanted one of two levels with that"),
         (4, "--cp-inner 3 --cp-comm-type a2a+p2p", "--cp-inner is 3, wanted a number that divides the 4 ranks of a g"),
         (4, "--cp-inner 2 --cp-comm-type a2a+p2p", "num_kv_heads is 1 and comm has 2 ranks in its inner groups"),
-        (2, "--cp-comm-type p2p --cuda-graph-impl local",
-         "cp_comm_type is 'p2p' and the impl of the CUDA graphs 'local', wanted 'all_gather', 'a2a' or"),
+        (2, "--cp-comm-type a2a --sharding balanced", "sharding is 'balanced' and cp_comm_type 'a2a', wanted 'cont"),
         (1, "--cuda-graph-impl local --cuda-graph-modules mamba", "modules has 'mamba', wanted some of 'attn'"),
     ],
 )

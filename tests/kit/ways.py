@@ -92,9 +92,9 @@ def ways(*grids: tuple[int, int], sizes: tuple[int, ...] = (), heads: tuple[int,
         grids: of two levels, ranks of a group and groups.
         sizes: numbers of ranks of methods for rows; heads: of the exchange of heads.
     """
-    rows = ("all_gather", "balanced"), ("p2p", "dual_chunk"), ("p2p", "contiguous")
+    rows = ("all_gather", "balanced"), ("p2p", "dual_chunk"), ("p2p", "contiguous"), ("p2p", "balanced")
     levels = (("a2a+all_gather", "dual_chunk"), ("a2a+all_gather", "contiguous"), ("a2a+all_gather", "balanced"),
-              ("a2a+p2p", "dual_chunk"))  # fmt: skip
+              ("a2a+p2p", "dual_chunk"), ("a2a+p2p", "balanced"))  # fmt: skip
     return [
         *(Way(*how, size) for how in rows for size in sizes),
         *(Way("a2a", sharding, size) for sharding in ("contiguous", "dual_chunk") for size in heads),

@@ -194,10 +194,11 @@ def test_bytes_of_needed_rows_are_those_of_the_routes(name, cp_size, keep_keys):
         assert backward == given * 2 * 2 * KEY + (0 if keep_keys else forward)
 
 
+@pytest.mark.parametrize("sharding", ["dual_chunk", "balanced"])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_bytes_of_a_ring_are_those_of_its_hops(cp_size):
+def test_bytes_of_a_ring_are_those_of_its_hops(cp_size, sharding):
     case = replace(BY_NAME["causal"], heads=(8, 2), dims=(12, 8))
-    for forward, backward, plan in received(Way("p2p", "dual_chunk", cp_size), case, None):
+    for forward, backward, plan in received(Way("p2p", sharding, cp_size), case, None):
         hops = (cp_size - 1) * plan.local_rows * 2 * KEY
         assert (forward, backward) == (hops, 3 * hops)
 
@@ -247,11 +248,7 @@ BATCH = PackedBatch.from_lengths([64, 16], 16)
     (lambda c: layer_on(grid(c, 2), "a2a"), "comm has two levels and cp_comm_type is 'a2a', wanted one of two levels"),
     (lambda c: layer_on(grid(c, 2), "p2p"), "comm has two levels and cp_comm_type is 'p2p', wanted one of two levels"),
     (lambda c: layer_on(c, "a2a").plan(BATCH, "balanced"), "sharding is 'balanced' and cp_comm_type 'a2a', wanted "
-     "'contiguous' or 'dual_chunk' with that"),
-    (lambda c: layer_on(c, "p2p").plan(BATCH, "balanced"), "sharding is 'balanced' and cp_comm_type 'p2p', wanted "
-     "'dual_chunk' or 'contiguous' with that"),
-    (lambda c: layer_on(grid(c, 2), "a2a+p2p").plan(BATCH, "balanced"), "sharding is 'balanced' and cp_comm_type "
-     "'a2a+p2p', wanted 'dual_chunk' or 'contiguous' with that"),
+     "'contiguous' or 'dual_chunk' with that, as each rank has all rows of its heads; use one of these, or cp_comm"),
     (lambda c: layer_on(c).plan(BATCH, Sharding(BATCH, 4, inner=2)), "sharding has inner 2, wanted 1, the ranks among "
      "which cp_comm_type 'all_gather' exchanges heads; make it with Sharding(batch, 4, 'dual_chunk', inner=1)"),
     (lambda c: layer_on(c, "a2a").plan(BATCH, Sharding(BATCH, 4, inner=2)), "sharding has inner 2, wanted 4, the ranks "

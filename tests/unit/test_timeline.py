@@ -289,7 +289,7 @@ def test_the_command_draws_simulated_ranks(tmp_path, capsys, method):
     (("--lengths", "many"), "--lengths has 'many', wanted lengths"),
     (("--heads", "3", "--kv-heads", "2"), "num_heads is 3, not a multiple of num_kv_heads = 2"),
     (("--method", "a2a+p2p", "--gpus-per-node", "3"), "--gpus-per-node is 3, wanted a divisor of the 4 ranks"),
-    (("--sharding", "balanced", "--method", "p2p"), "sharding"),
+    (("--sharding", "balanced", "--method", "a2a"), "sharding"),
     (("--ranks", "0"), "--ranks is 0, wanted >= 1"),
 ])  # fmt: skip
 def test_what_the_command_cannot_use_is_one_line(capsys, arguments, message):

@@ -308,7 +308,9 @@ class _Layer:
 
     def _rows_moves(self) -> tuple[Moves, Moves]:
         core, attention = self.core, self.attention
-        table = _to_each(core.cp_size, core.local_key_rows) if core.routes is None else core.routes.table
+        table = _to_each(core.cp_size, core.local_key_rows)
+        if core.routes is not None and self.method is not p2p:
+            table = core.routes.table
         keys, sums = self.row_bytes
         kept = attention._keeps(self.plan) and self.method is not p2p
         return Moves(table * keys, 0 * table), Moves(table * (0 if kept else keys), table.T * sums)

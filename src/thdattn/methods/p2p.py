@@ -3,7 +3,8 @@
 It saves memory: no rank ever holds the keys of all ranks. Ranks pass the keys of one rank, a slice, round the ring, a
 hop a step. Each rank computes its own query rows over one slice while it receives the next. A slice is a key buffer
 like any other, of which a query row sees one range: the plan has one plan per slice. Results of all slices are merged
-in float32 and rounded once.
+in float32 and rounded once. Every slice comes to every rank, whatever the sharding is, so that a hop has one size for
+all packs.
 
 In the backward the final lse makes every slice exact by itself. dq adds up in float32, and the sums of dk and dv follow
 their slice one hop behind it. A rank's own slice comes last, so that its sums arrive meanwhile.

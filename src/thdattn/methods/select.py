@@ -35,10 +35,6 @@ NETWORK = 16  # times as long as within a machine takes what goes from machine t
 SHARDINGS = {"all_gather": "dual_chunk", "p2p": "dual_chunk", "a2a": "contiguous", "a2a+all_gather": "dual_chunk",
              "a2a+p2p": "dual_chunk"}
 
-# Shardings of each cp_comm_type that exchanges the rows of all ranks, whoever needs them.
-_ALL_ROWS = {"a2a": "contiguous' or 'dual_chunk", "p2p": "dual_chunk' or 'contiguous",
-             "a2a+p2p": "dual_chunk' or 'contiguous"}
-
 
 @dataclass(frozen=True, eq=False)
 class MethodSelection:
@@ -91,11 +87,13 @@ class MethodSelection:
     def between(self, plan: Plan) -> Method:
         """Return the method for rows: between all ranks, or between the groups that exchange heads."""
         rows = plan.core or plan
-        if rows.cp_size == 1 or (rows.routes is not None and rows.routes.is_empty and rows.needs_own_rows):
+        if rows.cp_size == 1:
             return local
-        if "p2p" in self.cp_comm_type:
+        if "p2p" in self.cp_comm_type:  # also where this rank needs nothing: it passes on what others need
             return p2p
-        return all_gather if rows.routes is None else group_cast
+        if rows.routes is None:
+            return all_gather
+        return local if rows.routes.is_empty and rows.needs_own_rows else group_cast
 
     def memory(self, plan: Plan, layer: Layer) -> Memory:
         """Return the bytes of the method's buffers, for a layer with this plan, which needs no arrays."""
@@ -177,11 +175,10 @@ class MethodSelection:
                 f"{self.cp_comm_type!r} exchanges heads; make it with Sharding(batch, {self.comm.size}, "
                 f"{sharding.strategy!r}, inner={self.inner})"
             )
-        if sharding.strategy == "balanced" and self.cp_comm_type in _ALL_ROWS and self.comm.size > 1:
+        if sharding.strategy == "balanced" and self.cp_comm_type == "a2a" and self.comm.size > 1:
             raise ValueError(
-                f"sharding is 'balanced' and cp_comm_type {self.cp_comm_type!r}, wanted "
-                f"'{_ALL_ROWS[self.cp_comm_type]}' with that, as it sends the rows of all ranks, whoever needs them; "
-                f"use one of these, or cp_comm_type 'all_gather'"
+                "sharding is 'balanced' and cp_comm_type 'a2a', wanted 'contiguous' or 'dual_chunk' with that, as each "
+                "rank has all rows of its heads; use one of these, or cp_comm_type 'all_gather'"
             )
 
 
