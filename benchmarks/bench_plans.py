@@ -88,8 +88,9 @@ def held_bytes(lengths: Sequence[int], ranks: int) -> int:
     """Return the bytes of the arrays on the host from which the rank in the middle makes its plan."""
     found, rank = transfers_of(PackedBatch.from_lengths(lengths), ranks), ranks // 2
     routes = Routes.of(found, rank)
+    pieces = found.key_side(rank).pieces
     arrays = [routes.sent, routes.received, found.sizes, found.runs, found.owned, found.sends(rank),
-              found.receives(rank), *(x for pieces in found.key_side(rank) for x in (pieces.begin, pieces.value))]
+              found.receives(rank), pieces.begin, pieces.value]
     return sum(x.nbytes for x in arrays)
 
 

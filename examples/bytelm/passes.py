@@ -16,8 +16,8 @@ from grid import Grid
 from model import Model
 from parts import ModelPlan, Part, Sums
 
+from thdattn import PackedBatch
 from thdattn.graphs import Graphs, StaticPack, Upload
-from thdattn.graphs.static_pack import check_method
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Eager:
         sharding: assignment of rows to ranks.
 
     Raises:
-        ValueError: the method cannot spread rows like this, or not with the graphs wanted.
+        ValueError: the method cannot spread rows like this.
 
     Attributes:
         num_overflows: rounds that ran eagerly although graphs were wanted, as a batch did not fit; for FullIteration,
@@ -56,7 +56,7 @@ class Eager:
     def __init__(self, model: Model, grid: Grid, graphs: Graphs, sharding: str) -> None:
         self.model, self.grid, self.graphs, self.sharding = model, grid, graphs, sharding
         self.num_overflows = 0
-        check_method(model.masks[0], sharding, graphs.config.impl)
+        model.masks[0].sharding(PackedBatch([0]), sharding)
 
     def prepare(self, batch: MicroBatch) -> None:
         """Do ahead, in any thread, the host's work for a micro-batch of this group: read it, and plan."""

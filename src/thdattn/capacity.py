@@ -24,7 +24,8 @@ _SHARED_ROWS = 768  # of keys, beside rows of other ranks in tiles of up to 128 
 class BalancedCapacity(NamedTuple):
     """Fixed sizes of what ranks exchange under the sharding "balanced", and of what they compute meanwhile.
 
-    Tiles of rows are those of the kernels, so the last two count rows in whole tiles.
+    Tiles of rows are those of the kernels, so the last two count rows in whole tiles. With two levels, a rank here is a
+    group of neighbours. A ring sends all rows anyway; the sizes then only say which packs a captured graph serves.
 
     Attributes:
         message_rows: most key rows that one rank sends to another.
@@ -50,12 +51,17 @@ class BalancedCapacity(NamedTuple):
         return self.early_queries // tiles[0], -(-early_keys // tiles[1])
 
     def excess_tiles(self, foreign: Flags, tiles: tuple[int, int]) -> str:
-        """Describe by how much a rank's tiles exceed the capacity; return "" if they fit; see foreign_tiles."""
+        """Describe by how much tiles, of one rank or of all, exceed the capacity; return "" if they fit.
+
+        Args:
+            foreign: of foreign_tiles.
+            tiles: as for first_tiles.
+        """
         queries, keys = self.first_tiles(tiles)
-        if (found := int((~foreign[0]).sum())) < queries:
+        if (found := int((~foreign[0]).sum(-1).min())) < queries:
             return (f"{found * tiles[0]} rows of queries that need no other rank, wanted at least early_queries = "
                     f"{self.early_queries}")
-        if (found := int(foreign[1].sum())) > keys:
+        if (found := int(foreign[1].sum(-1).max())) > keys:
             return (f"{found * tiles[1]} rows of keys in tiles of other ranks, wanted at most early_keys = "
                     f"{self.early_keys}")
         return ""
@@ -122,7 +128,7 @@ class LayoutTables(NamedTuple):
     """Tables of one rank.
 
     Attributes:
-        words: (num_words,) int32, in which `pack` of a layout writes; in GPU memory.
+        words: (num_words,) int32 in GPU memory, a copy of those on the host that layout_tables.write writes.
         sizes: where each table is.
     """
 

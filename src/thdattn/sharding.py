@@ -87,11 +87,12 @@ class Sharding:
         strategy: "dual_chunk", "contiguous" or "balanced", see the functions of those names.
         inner: size of a group of neighbours, for two levels. The strategy spreads rows over cp_size / inner groups;
             each group divides its rows into equal slices, which an all-to-all of heads joins again.
-        capacity: for "balanced" with inner 1, fixed sizes of what ranks exchange; None: as much as is needed.
+        capacity: for "balanced", fixed sizes of what ranks, or groups, exchange; None: as much as is needed.
         tables: for offsets on a GPU, the layout's tables there, within a capacity; see plan/layout_tables.py.
 
     Attributes:
-        batch, cp_size, strategy, inner, capacity, tables: as passed.
+        batch, cp_size, strategy, inner: as passed.
+        capacity, tables: as passed, of a sharding that is by_runs; else None.
         outer: the Sharding over cp_size / inner groups, whose rows are divided into slices; None if inner is 1.
         local_rows: rows that every rank stores, total_rows / cp_size rounded up.
         multiple: number that divides every padded length: 2*cp_size for dual_chunk over several ranks,
@@ -119,7 +120,7 @@ class Sharding:
             raise ValueError(f"inner is {inner}, wanted a divisor of cp_size = {cp_size}; pass the ranks of a group")
         self.multiple = 2 * shares if self.strategy == "dual_chunk" and shares > 1 else 1
         self.by_runs = self.strategy == "balanced" and self.cp_size > 1 and self.inner == 1
-        self.capacity, self.tables = capacity if self.by_runs else None, tables
+        self.capacity, self.tables = (capacity, tables) if self.by_runs else (None, None)
         if self.by_runs and tables is None:
             batch.require_host("sharding 'balanced'")
         if not batch.on_device:
@@ -127,7 +128,7 @@ class Sharding:
         self.local_rows = -(-batch.total_rows // self.cp_size)
         self.outer: Sharding | None = None
         if self.inner > 1:
-            self.outer = Sharding(batch, shares, strategy)
+            self.outer = Sharding(batch, shares, strategy, capacity=capacity, tables=tables)
             self.outer.local_rows = self.inner * self.local_rows  # so that slices are equal
         self._rows: dict[int, NDArray[np.int32]] = {}
 

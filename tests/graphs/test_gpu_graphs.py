@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import BFLOAT16, to_host
 from launch import run_gpu_ranks
+from loopback import Mirror
 from ranks import graph_ranks
 from ranks.graph_ranks import MASKS, MAX_SEQS, ROWS
 from ways import Way, ways
@@ -150,6 +151,51 @@ def test_what_ranks_exchange_follows_lengths_on_the_gpu(cupy, way):
             plan.check()
 
     thdattn.comm.run_local(way.cp_size, program)
+
+
+@pytest.mark.parametrize("way", [
+    Way("all_gather", "balanced", 2), Way("p2p", "balanced", 3), Way("a2a+all_gather", "balanced", 4, 2),
+    Way("a2a+p2p", "balanced", 4, 2), Way("a2a+all_gather", "balanced", 6, 2),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("mask", [*MASKS, graph_ranks.TREES])
+def test_balanced_rows_follow_the_tables_of_their_capacity(cupy, way, mask):
+    """Of simulated ranks, which capture nothing: results are those of a plan of the host, bit for bit."""
+    heads, (drawn, room) = way.heads, graph_ranks.packs_of(mask)
+    shapes = [(heads[0], 64), (heads[1], 64), (heads[1], 64), (heads[0], 64)]
+
+    def program(comm):
+        attention = thdattn.CPAttention(way.comm(comm), heads[0], 64, heads[1], engine="cuda", deterministic=True,
+                                        cp_comm_type=way.cp_comm_type, **MASKS.get(mask, {}))  # fmt: skip
+        graphs, served = Graphs(comm, config(**room)), 0
+        graphs.active = True
+        pack = StaticPack(graphs, [attention], ROWS, way.sharding)
+        (capacity,) = pack.balanced.values()
+        for seed, batch in enumerate(drawn(way.cp_size, 10)):
+            if not pack.fits([batch]):
+                continue
+            pack.load([batch])
+            (plan,), shared, served = pack.plans(), pack.sharding(batch), served + 1
+            fixed = Sharding(shared.batch, way.cp_size, "balanced", way.inner or 1, capacity)
+            between, other = plan.core or plan, fixed.outer or fixed
+            for field, x in vars(host_arrays(other, between.cp_rank, plan.window, plan.tiles)).items():
+                if x is not None:
+                    np.testing.assert_array_equal(to_host(getattr(between.arrays, field)), x, field)
+            q, k, v, dout = graph_ranks.inputs_of(cupy, shared.batch, shared.rows(comm.rank), shapes, seed)
+            found = []
+            for each in (plan, attention.plan(shared.batch, shared)):
+                out, saved = attention.forward(q, k, v, each, return_max_logit=True)
+                found.append([to_host(x).tobytes()
+                              for x in (out, saved.lse, saved.max_logit, *attention.backward(dout, saved))])
+            assert found[0] == found[1], f"pack {seed}, {batch}"
+        assert served == 8
+
+    thdattn.comm.run_local(way.cp_size, program)
+
+
+@pytest.mark.parametrize(("mask", "sharding"), graph_ranks.RINGS)
+def test_a_ring_is_captured(cupy, mask, sharding):
+    """Of two ranks with the same rows, so that a copy is as good as an exchange."""
+    graph_ranks.replay_packs(Mirror(), cupy, mask, (128, 128), sharding, 30, {"cp_comm_type": "p2p"})
 
 
 def test_a_plan_of_the_host_cannot_be_refreshed(cupy, comm):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import fake_cupy
 import numpy as np
 import pytest
+from test_layout_tables import expanded
 
 import thdattn
 from thdattn import PackedBatch, Sharding
-from thdattn.capacity import BalancedCapacity, LayoutTables, Mask
+from thdattn.capacity import BalancedCapacity, Mask
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack, capture
+from thdattn.plan.key_transfers import split_key_side
 from thdattn.plan.layout_tables import needed_capacity
 
-ROWS = 96
+ROWS, POISON = 96, -7
 
 
 def attention(comm, num_heads=2, num_kv_heads=1, **options):
@@ -33,8 +36,10 @@ def method(comm, cp_comm_type, inner):
 @pytest.mark.parametrize(("cp_comm_type", "sharding", "cp_size", "inner"), [
     *(("all_gather", sharding, cp_size, None) for sharding in ("dual_chunk", "contiguous") for cp_size in (1, 2, 4)),
     ("a2a", None, 2, None), ("a2a", "dual_chunk", 2, None), ("a2a+all_gather", None, 4, 2),
-    ("a2a+all_gather", "contiguous", 2, 2), ("p2p", None, 1, None),
-    *(("all_gather", "balanced", cp_size, None) for cp_size in (1, 2, 4)),
+    ("a2a+all_gather", "contiguous", 2, 2), ("a2a+p2p", None, 4, 2),
+    *((kind, sharding, cp_size, None) for kind, sharding in (("all_gather", "balanced"), ("p2p", "balanced"),
+                                                             ("p2p", "contiguous")) for cp_size in (1, 2, 4)),
+    *((kind, "balanced", 4, 2) for kind in ("a2a+all_gather", "a2a+p2p")),
 ])  # fmt: skip
 def test_inactive_graphs_of_a_static_pack_are_the_plain_attention(cp_comm_type, sharding, cp_size, inner):
     """The loop of a program with graphs, on simulated ranks, beside the same without them."""
@@ -187,33 +192,70 @@ def test_a_static_pack_takes_what_a_layout_needs_at_least():
     thdattn.comm.run_local(2, program)
 
 
+@contextmanager
+def filled(pack, behind=100):
+    """Have an inactive pack upload as an active one, to host memory with poison behind it, and yield that."""
+    words = np.full(2 * pack._slots + pack._sizes.num_words + behind, POISON, np.int32)
+    pack._upload = SimpleNamespace(writing=lambda: nullcontext(words[:-behind]))
+    pack._graphs = SimpleNamespace(active=True, config=pack._graphs.config, num_overflows=0)
+    yield words
+    assert (words[-behind:] == POISON).all()
+
+
+@pytest.mark.parametrize(("cp_comm_type", "cp_size", "inner"), [
+    ("all_gather", 3, None), ("p2p", 3, None), ("a2a+all_gather", 4, 2), ("a2a+p2p", 6, 2), ("a2a+all_gather", 4, 1),
+])  # fmt: skip
+def test_loaded_tables_are_the_arrays_of_the_plan_between_groups(cp_comm_type, cp_size, inner):
+    rng = np.random.default_rng(cp_size)
+    batches = [PackedBatch.from_lengths(rng.multinomial(ROWS - 9, rng.dirichlet(np.full(n, 0.3))))
+               for n in (1, 2, 4, 8)]  # fmt: skip
+
+    def program(comm):
+        layer = attention(num_heads=4, num_kv_heads=2, **method(comm, cp_comm_type, inner))
+        pack = StaticPack(Graphs(comm, CudaGraphConfig(max_packed_seqs=8)), [layer], ROWS, "balanced")
+        (capacity,), (mask,) = pack.balanced.values(), pack._sizes.capacities
+        for batch in batches:
+            padded = pack.padded(batch)
+            plan = layer.plan(padded, Sharding(padded, cp_size, "balanced", inner or 1, capacity))
+            assert pack.fits([batch])
+            with filled(pack) as words:
+                pack.load([batch])
+            offsets, nodes, tables = pack._parts(words[:-100])
+            assert nodes is None and offsets.tolist() == padded.offsets(pack._slots).tolist()
+            between = plan.core or plan
+            assert expanded(tables.rows, between.cp_size * between.local_rows).tolist() == (
+                between.arrays.all_rows.tolist())
+            found = split_key_side(expanded(tables.key_side(mask), sum(between.key_side_sizes)), between.key_side_sizes)
+            for name, x in found.items():
+                assert x.tolist() == getattr(between.arrays, name).ravel().tolist(), name
+
+    thdattn.comm.run_local(cp_size, program)
+
+
 def test_a_pack_that_does_not_fit_writes_nowhere():
     """Of tables on a GPU, in host memory here, and behind them."""
-    rng, poison = np.random.default_rng(0), -7
+    rng = np.random.default_rng(0)
     batches = [PackedBatch.from_lengths(rng.multinomial(ROWS, rng.dirichlet(np.full(n, 0.3))))
                for n in rng.integers(1, 12, 60)]  # fmt: skip
 
     def program(comm):
         pack = StaticPack(Graphs(comm, CudaGraphConfig(max_packed_seqs=8)), [attention(comm)], ROWS,
                           BalancedCapacity(24, 80))  # fmt: skip
-        size = pack._sizes.num_words
-        words = np.full(2 * pack._slots + size + 100, poison, np.int32)
-        pack._upload = SimpleNamespace(send=lambda parts: np.concatenate(parts, out=words[:-100]))
-        pack._graphs = SimpleNamespace(active=True, config=pack._graphs.config, num_overflows=0)
         fitting = 0
-        for batch in batches:
-            before = words.copy()
-            if pack.fits([batch]):
-                pack.load([batch])
-                fitting += 1
-                tables = LayoutTables(words[2 * pack._slots : -100], pack._sizes)
-                begins, values = tables.key_side(*pack._sizes.capacities)[0].reshape(2, -1)
-                assert begins[0] == 0 and (np.diff(begins.astype(np.int64)) >= 0).all() and values.min() == -1
-                assert values.max() < ROWS and (words[-100:] == poison).all()
-            else:
-                with pytest.raises(ValueError, match="ask fits"):
+        with filled(pack) as words:
+            for batch in batches:
+                before = words.copy()
+                if pack.fits([batch]):
                     pack.load([batch])
-                assert np.array_equal(words, before)
+                    fitting += 1
+                    begins, values = pack._parts(words[:-100])[2].key_side(*pack._sizes.capacities)[0].reshape(2, -1)
+                    assert begins[0] == 0 and (np.diff(begins.astype(np.int64)) >= 0).all()
+                    used = values[begins < begins.max()]
+                    assert used.min() == -1 and used.max() < ROWS
+                else:
+                    with pytest.raises(ValueError, match="ask fits"):
+                        pack.load([batch])
+                    assert np.array_equal(words, before)
         assert 5 < fitting < len(batches) - 5
 
     thdattn.comm.run_local(2, program)
@@ -254,31 +296,13 @@ def test_wrong_static_packs_are_refused(comm, name):
         StaticPack(Graphs(comm, CudaGraphConfig(max_tokens_per_rank=96)), **arguments)
 
 
-@pytest.mark.parametrize(("cp_comm_type", "sharding", "cp_size", "inner", "message"), [
-    ("a2a+all_gather", "balanced", 4, 2, "sharding is 'balanced' over two levels and the impl of the CUDA graphs 'loc"),
-    ("p2p", None, 2, None, "cp_comm_type is 'p2p' and the impl of the CUDA graphs 'local', wanted 'all_gather', 'a2a'"),
-    ("a2a+p2p", None, 4, 2, "cp_comm_type is 'a2a\\+p2p' and the impl of the CUDA graphs 'local', wanted 'all_gather'"),
-    ("a2a", "balanced", 2, None, "sharding is 'balanced' and cp_comm_type 'a2a', wanted 'contiguous' or 'dual_chunk'"),
-])  # fmt: skip
-def test_methods_that_no_graph_can_hold_are_refused_wherever_graphs_are_wanted(
-    cp_comm_type, sharding, cp_size, inner, message
-):
-    """Without a GPU too, so that a program fails where it is tested. Without graphs, packs have them all."""
-
+def test_rows_that_the_method_cannot_have_are_refused():
     def program(comm):
-        layer = attention(num_heads=4, num_kv_heads=2, **method(comm, cp_comm_type, inner))
-        with pytest.raises(ValueError, match=message):
-            StaticPack(Graphs(comm, CudaGraphConfig(impl="local")), [layer], ROWS, sharding)
-        if cp_comm_type == "a2a":  # which is refused everywhere
-            return None
-        pack = StaticPack(Graphs(comm, CudaGraphConfig()), [layer], ROWS, sharding)
-        pack.load([PackedBatch([0, 16, 80])])
-        return pack.plans()[0].rows
+        graphs, layer = Graphs(comm, CudaGraphConfig(impl="local")), attention(comm, 4, 2, cp_comm_type="a2a")
+        with pytest.raises(ValueError, match="sharding is 'balanced' and cp_comm_type 'a2a', wanted 'contiguous' or"):
+            StaticPack(graphs, [layer], ROWS, "balanced")
 
-    rows = thdattn.comm.run_local(cp_size, program)
-    if cp_comm_type != "a2a":
-        rows = np.concatenate(rows)
-        assert sorted(rows[rows >= 0]) == list(range(ROWS))
+    thdattn.comm.run_local(2, program)
 
 
 def test_engines_that_no_graph_can_hold_are_refused(comm, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 import thdattn
 from thdattn import PackedBatch
-from thdattn.graphs import StaticPack
+from thdattn.graphs import StaticPack, Upload
 from thdattn.plan.generations import Generation, renew
 
 REFUSED = "was made for lengths that the plan no longer has, wanted those of its last refresh; use it before"
@@ -104,7 +104,7 @@ def test_a_static_pack_refuses_what_another_micro_batch_left_and_nothing_else(mo
     def make_plans(pack, like):
         layer = pack._attentions[0]
         pack._plans, pack._loaded, pack._planned = (planned(layer, pack.padded(BATCH)),), np.zeros(2), np.zeros(1)
-        pack._upload = type("Upload", (), {"send": lambda self, parts: None})()
+        pack._upload = Upload(2 * 2 * pack._slots, on_gpu=False)
 
     comm = thdattn.comm.init("single")
     monkeypatch.setattr(StaticPack, "_make_plans", make_plans)

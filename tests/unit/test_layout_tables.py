@@ -15,11 +15,11 @@ from thdattn import PackedBatch, Sharding
 from thdattn.capacity import BalancedCapacity, LayoutSizes, LayoutTables, Mask
 from thdattn.engines import reference
 from thdattn.plan import layout_tables
-from thdattn.plan.key_transfers import KeySide
+from thdattn.plan.key_transfers import KEY_SIDE
 
 WINDOWS = (-1, 0), (40, 0), (-1, -1)
 TILES = 64, 32
-MAX_RUNS = 300
+MAX_RUNS, POISON = 300, -7
 
 
 def random_pack(rng):
@@ -62,14 +62,15 @@ def test_tables_are_the_arrays_of_the_host(cp_size):
         assert not layout_tables.excess(sharding, sizes)
         fixed = Sharding(sharding.batch, cp_size, "balanced", capacity=capacity)
         for rank in range(cp_size):
-            words = np.concatenate(layout_tables.pack(sharding, rank, sizes))
-            assert len(words) == sizes.num_words
-            tables = LayoutTables(words, sizes)
+            words = np.full(sizes.num_words + 50, POISON, np.int32)
+            tables = LayoutTables(words[:-50], sizes)
+            layout_tables.write(sharding, rank, tables)
+            assert (words[-50:] == POISON).all()
             for window in WINDOWS:
                 plan = plan_with(reference, fixed, rank, window, TILES)
                 arrays, lengths = plan.arrays, plan.key_side_sizes
                 found = np.split(expanded(tables.key_side(plan.mask), sum(lengths)), np.cumsum(lengths)[:-1])
-                for name, x in zip(KeySide._fields, found, strict=True):
+                for name, x in zip(KEY_SIDE, found, strict=True):
                     assert np.array_equal(x, getattr(arrays, name).ravel()), name
                 for second, first, count in zip(
                         tables.second_tiles(plan.mask), plan.first_tiles, plan.num_first_tiles, strict=True):
@@ -78,9 +79,11 @@ def test_tables_are_the_arrays_of_the_host(cp_size):
 
 
 @pytest.mark.usefixtures("poisoned_host")
-@pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_a_larger_exchange_changes_no_bit(monkeypatch, cp_size, hidden):
+@pytest.mark.parametrize(("cp_comm_type", "cp_size", "inner", "hidden"), [
+    *(("all_gather", cp_size, 1, hidden) for cp_size in (2, 4) for hidden in (False, True)),
+    ("p2p", 3, 1, False), *((kind, 4, 2, False) for kind in ("a2a+all_gather", "a2a+p2p")),
+])  # fmt: skip
+def test_a_larger_exchange_changes_no_bit(monkeypatch, cp_comm_type, cp_size, inner, hidden):
     """Rows that nobody needs are exchanged, too, and key buffers end with rows of the buffers before.
 
     hidden: rows come late, while a fixed number of tiles is computed, which NumPy rounds in another way.
@@ -101,14 +104,15 @@ def test_a_larger_exchange_changes_no_bit(monkeypatch, cp_size, hidden):
             x[rows] = y
 
         def program(comm, extra=None, causal=causal, window=window, batch=batch, packed=packed):
-            attention = thdattn.CPAttention(comm, 4, 16, 2, dtype=dtype.name, engine="reference", causal=causal,
-                                            window=window)
-            sharding = Sharding(batch, comm.size, "balanced")
+            levels = (comm.split(comm.rank // inner), comm.split(comm.rank % inner)) if inner > 1 else comm
+            attention = thdattn.CPAttention(levels, 4, 16, 2, dtype=dtype.name, engine="reference", causal=causal,
+                                            window=window, cp_comm_type=cp_comm_type)
+            sharding = Sharding(batch, comm.size, "balanced", inner)
             if extra is not None:
-                capacity = capacity_of(sharding, masks_of([attention.window], (8, 4)), extra)
-                sharding = Sharding(batch, comm.size, "balanced", capacity=capacity)
+                capacity = capacity_of(sharding.outer or sharding, masks_of([attention.window], (8, 4)), extra)
+                sharding = Sharding(batch, comm.size, "balanced", inner, capacity)
             plan = attention.plan(batch, sharding)
-            halves.extend(plan.has_parts if extra else ())
+            halves.extend((plan.core or plan).has_parts if extra else ())
             q, k, v, dout = map(plan.shard, packed)
             out, saved = attention.forward(q, k, v, plan)
             return out, saved.lse, *attention.backward(dout, saved)

@@ -342,7 +342,7 @@ def test_a_rank_gets_exactly_the_keys_that_its_queries_see(case, cp_size):
     for rank in range(cp_size):
         mine = sharding.rows(rank)
         seen = np.flatnonzero(full[mine].any(axis=0))
-        assert needed.key_side(rank).rows_of_keys.filled().tolist() == seen.tolist()
+        assert needed.key_side(rank).filled()["rows_of_keys"].tolist() == seen.tolist()
         others = np.setdiff1d(seen, mine)
         queries, keys = foreign_tiles(batch, cp_size, CAUSAL, sharding.local_rows, rank, (16, 8))
         foreign = full[mine][:, others].any(axis=1)
@@ -353,6 +353,6 @@ def test_a_rank_gets_exactly_the_keys_that_its_queries_see(case, cp_size):
 def test_whole_trees_stay_on_one_rank_where_they_fit():
     batch = thdattn.PackedBatch.from_trees([300, 200, 200] * 8, [parent for i in range(8)
                                                                  for parent in (-1, 3 * i, 3 * i)])  # fmt: skip
-    assert not needed_rows(batch, 4, CAUSAL, 1400).key_side(0).sends.size
+    assert not needed_rows(batch, 4, CAUSAL, 1400).key_side(0).filled()["sends"].size
     for tree in range(8):
         assert len(set(balanced_runs(batch, 4).rank[balanced_runs(batch, 4).sequence == tree])) == 1

@@ -20,9 +20,7 @@ from thdattn.packing import PackedBatch
 Random = np.random.Generator
 
 METHODS = ("all_gather", "a2a", "p2p", "a2a+all_gather", "a2a+p2p")
-SHARDINGS = {"all_gather": ("dual_chunk", "contiguous", "balanced"), "a2a": ("contiguous", "dual_chunk"),
-             "p2p": ("dual_chunk", "contiguous"), "a2a+all_gather": ("dual_chunk", "contiguous", "balanced"),
-             "a2a+p2p": ("dual_chunk", "contiguous")}
+SHARDINGS = {**dict.fromkeys(METHODS, ("dual_chunk", "contiguous", "balanced")), "a2a": ("contiguous", "dual_chunk")}
 FLOWS = (*["plain"] * 8, *["ahead", "split"] * 2, "layers", "replay", "varlen", "varlen", "decode")
 TREE_FLOWS, TREES = ("plain", "ahead", "split", "layers"), 0.2  # share of those cases whose sequences are trees
 MOST_HEADS, MANY_ROWS = 12, 600  # packs of more rows have a third of those heads
@@ -178,7 +176,7 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
         causal, window = True, (window[0], -1)
     method, inner = _method(rng, ranks, flow)
     sharding = _pick(rng, SHARDINGS[method])
-    if flow == "replay" or (flow == "ahead" and sharding == "balanced"):
+    if flow == "ahead" and sharding == "balanced":
         sharding = _pick(rng, ("dual_chunk", "contiguous"))
     lengths = _lengths(rng, 60 if flow in ("replay", "decode") else 300)
     padded = lengths if flow == "varlen" else _padded(rng, lengths, _multiple(method, sharding, ranks, inner))
@@ -224,7 +222,7 @@ def _method(rng: Random, ranks: int, flow: str) -> tuple[str, int]:
     if flow in ("varlen", "decode", "ahead"):
         return "all_gather", 1
     methods = [method for method in METHODS if ranks > 1 or "+" not in method]
-    method = _pick(rng, [each for each in methods if flow != "replay" or "p2p" not in each])
+    method = _pick(rng, methods)
     return method, _pick(rng, _divisors(ranks)) if "+" in method else 1
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.attention import CPAttention
+from thdattn.capacity import BalancedCapacity
 from thdattn.cli.check import offsets
 from thdattn.comm import Comm, SingleComm
 from thdattn.fuzz.cases import FuzzCase, draw_lengths
@@ -264,8 +265,10 @@ def _replay(case: FuzzCase, ranks: Ranks) -> Results:
     config = CudaGraphConfig(impl="local", max_packed_seqs=most, warmup_steps=1)
     unequal, found = 0, {}
     stream = ranks.xp.cuda.Stream(non_blocking=True) if ranks.engine == "cuda" else nullcontext()
+    # Every layout of balanced rows fits this.
+    sharding = BalancedCapacity(rows, rows) if case.sharding == "balanced" else case.sharding
     with stream, Graphs(attention.comm, config) as graphs:
-        pack = StaticPack(graphs, [attention], rows, case.sharding, finite_padding=case.finite)
+        pack = StaticPack(graphs, [attention], rows, sharding, finite_padding=case.finite)
 
         def forward(q: Any, k: Any, v: Any) -> Any:
             return attention.forward(q, k, v, pack.plans()[0], case.max_logit, sinks=given)

@@ -47,7 +47,7 @@ class StaticPack:
         num_rows: rows of every batch, of all ranks together.
         sharding: as CPAttention.plan takes it; by default that of the first attention. A BalancedCapacity, or one for
             the window of each attention, is "balanced" within that capacity. "balanced" alone has room for all layouts
-            but rare ones.
+            but rare ones. With two levels, capacities are those of groups of neighbours.
         num_batches: micro-batches that are loaded at once, for a graph of all of them.
         like: a typical batch, from which the kernels choose their order of work; results do not depend on it.
         finite_padding: as CPAttention.plan; without it, every pack is assumed to have padding.
@@ -60,8 +60,8 @@ class StaticPack:
     Raises:
         TypeError: a count that is no int, graphs of another type, or attentions that are in no list.
         ValueError: a count below 1, no attention, one of another engine, an unknown sharding, more rows than
-            config.max_tokens_per_rank allows, or a sharding or cp_comm_type that graphs cannot capture. Active graphs
-            with max_packed_nodes also refuse windows, masks that are not causal, and mixers.
+            config.max_tokens_per_rank allows, or a sharding that an attention cannot have. Active graphs with
+            max_packed_nodes also refuse windows, masks that are not causal, and mixers.
     """
 
     def __init__(
@@ -84,14 +84,15 @@ class StaticPack:
         self._node_slots = 0 if self.max_nodes is None else _aligned(self.max_nodes + 1)
         self._shardings = [self.sharding(PackedBatch([0]))] * self.num_batches  # all rows are padding at first
         for attention in self._attentions:
-            check_method(attention, self._strategy, config.impl)
-        rows = self._shardings[0].local_rows
+            attention.sharding(PackedBatch([0]), self._strategy)
+        rows, between = self._shardings[0].local_rows, _between(self._shardings[0])
         masks = {Mask(x.window, x._tiles): None for x in attentions if isinstance(x, CPAttention)}  # each once
-        self.balanced = _capacities(sharding, self._shardings[0], masks)
+        self.balanced = _capacities(sharding, between, masks)
         if self.balanced:
             most = max(self.max_seqs, self.max_nodes or 0)
-            max_runs = RUNS_OF_A_SEQUENCE * most + RUNS_OF_A_RANK * self._shardings[0].cp_size
-            self._sizes = LayoutSizes(rows, max_runs, {mask: self.balanced[mask.window] for mask in masks})
+            max_runs = RUNS_OF_A_SEQUENCE * most + RUNS_OF_A_RANK * between.cp_size
+            capacities = {mask: self.balanced[mask.window] for mask in masks}
+            self._sizes = LayoutSizes(between.local_rows, max_runs, capacities)
         if config.max_tokens_per_rank is not None and rows > config.max_tokens_per_rank:
             raise ValueError(
                 f"num_rows is {num_rows}, {rows} per rank, wanted at most max_tokens_per_rank = "
@@ -106,22 +107,20 @@ class StaticPack:
             if attention.engine != "cuda":
                 raise ValueError(f"attentions holds one of engine {attention.engine!r}, wanted 'cuda' as graphs are "
                                  f"active; make Graphs with the engine of the attentions")
-        sizes = 2 * self._slots, NODE_WORDS * self._node_slots, self._sizes.num_words if self.balanced else 0
-        self._upload = Upload(self.num_batches * sum(sizes), on_gpu=True)
-        self._loaded = self._upload.words.reshape(self.num_batches, sum(sizes))
+        num_words = 2 * self._slots + NODE_WORDS * self._node_slots + (self._sizes.num_words if self.balanced else 0)
+        self._upload = Upload(self.num_batches * num_words, on_gpu=True)
+        self._loaded = self._upload.words.reshape(self.num_batches, num_words)
         self._planned = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
-        offsets, nodes, words = (self._planned[end - size : end]
-                                 for size, end in zip(sizes, accumulate(sizes), strict=True))
-        batch = PackedBatch(*offsets.reshape(2, self._slots), total_rows=self.num_rows)
-        if self._node_slots:
-            batch.node_table = nodes.reshape(NODE_WORDS, self._node_slots)
-        if self.balanced:
-            tables = LayoutTables(words, self._sizes)
-            shardings = [Sharding(batch, self._shardings[0].cp_size, "balanced",
-                                  capacity=self.balanced[attention.window], tables=tables)
-                         for attention in self._attentions if isinstance(attention, CPAttention)]
-        else:
+        offsets, nodes, tables = self._parts(self._planned)
+        batch = PackedBatch(*offsets, total_rows=self.num_rows)
+        if nodes is not None:
+            batch.node_table = nodes
+        if tables is None:
             shardings = [self._attentions[0].sharding(batch, self._strategy)] * len(self._attentions)
+        else:
+            size, inner = self._shardings[0].cp_size, self._shardings[0].inner
+            shardings = [Sharding(batch, size, "balanced", inner, self.balanced[attention.window], tables)
+                         for attention in self._attentions if isinstance(attention, CPAttention)]
         self._plans = tuple(
             attention.plan(batch, sharding, like=like, finite_padding=self._finite_padding)
             for attention, sharding in zip(self._attentions, shardings, strict=True)
@@ -153,7 +152,7 @@ class StaticPack:
                                       ("rows", batch.total_rows, self.num_rows)):
                 if room is not None and found > room:
                     return f"batch {number} has {found} {what}, wanted at most {room}, the room of the static pack"
-            if self.balanced and (over := layout_tables.excess(self.sharding(batch), self._sizes)):
+            if self.balanced and (over := layout_tables.excess(_between(self.sharding(batch)), self._sizes)):
                 return f"batch {number} has {over}, the room of the static pack"
         return ""
 
@@ -179,18 +178,27 @@ class StaticPack:
             self._shardings = [self.sharding(batch) for batch in batches]
         self._num_loads += 1
         if self._graphs.active:
-            self._upload.send([words for each in zip(batches, self._shardings, strict=True)
-                               for words in self._words(*each)])
+            with self._upload.writing() as words:
+                for part, batch, sharding in zip(
+                        words.reshape(self.num_batches, -1), batches, self._shardings, strict=True):
+                    self._write(part, batch, _between(sharding))
 
-    def _words(self, batch: PackedBatch, sharding: Sharding) -> list[NDArray[np.int32]]:
-        """Return what is uploaded of a batch: its lengths, nodes, and the tables of a layout that lengths do not tell.
-        """
-        words = [*batch.offsets(self._slots)]
-        if self._node_slots:
-            words.append(node_table(batch, self._node_slots).ravel())
-        if self.balanced:
-            words += layout_tables.pack(sharding, self._attentions[0].comm.rank, self._sizes)
-        return words
+    def _write(self, words: NDArray[np.int32], batch: PackedBatch, between: Sharding) -> None:
+        """Write what is uploaded of a batch: its lengths, nodes, and the layout, which lengths on a GPU do not tell."""
+        offsets, nodes, tables = self._parts(words)
+        offsets[:] = batch.offsets(self._slots)
+        if nodes is not None:
+            nodes[:] = node_table(batch, self._node_slots)
+        if tables is not None:
+            rank = self._attentions[0].comm.rank // self._shardings[0].inner
+            layout_tables.write(between, rank, tables)
+
+    def _parts(self, words: Any) -> tuple[Any, Any, LayoutTables | None]:
+        """Return views of a batch's words: offsets, the node table (None without), and the tables of balanced rows."""
+        ends = [*accumulate((2 * self._slots, NODE_WORDS * self._node_slots))]
+        offsets, nodes, tables = words[: ends[0]], words[ends[0] : ends[1]], words[ends[1] :]
+        return (offsets.reshape(2, -1), nodes.reshape(NODE_WORDS, -1) if self._node_slots else None,
+                LayoutTables(tables, self._sizes) if self.balanced else None)
 
     def plans(self, number: int = 0) -> tuple[Plan, ...]:
         """Return the plans of the loaded batch of this number, one per attention. They replace those of the batch
@@ -224,6 +232,11 @@ class StaticPack:
     def sharding(self, batch: PackedBatch) -> Sharding:
         """Return the sharding of a batch on the host, padded to the capacity."""
         return self._attentions[0].sharding(self.padded(batch), self._strategy)
+
+
+def _between(sharding: Sharding) -> Sharding:
+    """Return the sharding between those that exchange rows: groups of neighbours, or ranks."""
+    return sharding.outer or sharding
 
 
 def _aligned(slots: int) -> int:
@@ -260,28 +273,3 @@ def _checked(capacity: BalancedCapacity, local_rows: int) -> BalancedCapacity:
     return BalancedCapacity(**{
         name: as_count(name, size, "pass rows of a layout", most.get(name, INT32_MAX), int(name == "key_rows"))
         for name, size in capacity._asdict().items() if size is not None})
-
-
-def check_method(attention: Planner, strategy: str | None, impl: str) -> None:
-    """Raise a ValueError where rows cannot be spread like this, or where graphs of this impl cannot capture it for
-    changing batches.
-
-    A graph holds the tables of one balanced level, and one planned key buffer.
-    """
-    sharding = attention.sharding(PackedBatch([0]), strategy)
-    if impl == "none":
-        return
-    if sharding.outer is not None and sharding.outer.by_runs:
-        raise ValueError(
-            f"sharding is 'balanced' over two levels and the impl of the CUDA graphs {impl!r}, wanted 'dual_chunk' or "
-            f"'contiguous' there, as graphs have tables for one level; use one of these, cp_comm_type 'all_gather', or "
-            f"impl 'none'"
-        )
-    if isinstance(attention, Mamba2Mixer):
-        return
-    if "p2p" in attention.cp_comm_type and attention.comm.size > sharding.inner:
-        raise ValueError(
-            f"cp_comm_type is {attention.cp_comm_type!r} and the impl of the CUDA graphs {impl!r}, wanted "
-            f"'all_gather', 'a2a' or 'a2a+all_gather' with that, as a ring has a plan for every slice; use one of "
-            f"these, or impl 'none'"
-        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class Upload:
         import cupyx
 
         self.words = cupy.zeros(size, np.int32)
-        self._pinned = [(cupyx.empty_pinned(size, np.int32), cupy.cuda.Event(disable_timing=True)) for _ in range(2)]
+        self._pinned = [(cupyx.zeros_pinned(size, np.int32), cupy.cuda.Event(disable_timing=True)) for _ in range(2)]
 
     def send(self, parts: Sequence[NDArray[np.int32]]) -> None:
         """Write the parts, one after another, for work that is enqueued later on the current stream.
@@ -40,15 +41,24 @@ class Upload:
         Args:
             parts: 1-D int32 arrays on the host, `size` words together.
         """
+        with self.writing() as words:
+            np.concatenate(parts, out=words)
+
+    @contextmanager
+    def writing(self) -> Iterator[NDArray[np.int32]]:
+        """Yield (size,) int32 on the host, to write the words to, for work that is enqueued behind the block.
+
+        That work is on the current stream. Words that the block does not write are those of an earlier block, or 0.
+        """
         if not self._pinned:
-            np.concatenate(parts, out=self.words)
+            yield self.words
             return
         import cupy
 
         host, copied = self._pinned[0]
         self._pinned.reverse()
         copied.synchronize()
-        np.concatenate(parts, out=host)
+        yield host
         stream = cupy.cuda.get_current_stream()
         self.words.set(host, stream)
         copied.record(stream)

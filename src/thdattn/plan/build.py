@@ -64,6 +64,7 @@ def refused_trees(plan: Plan) -> str:
 
 def exceeded_capacity(plan: Plan) -> str:
     """Return by how much a layout with lengths on the host exceeds its sharding's capacity; "" if it fits."""
+    plan = plan.core or plan
     sharding = plan.sharding
     if sharding.capacity is None or plan.batch.on_device:
         return ""
@@ -78,8 +79,8 @@ def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         asked: arguments of the attention or mixer, by name.
     """
-    sharding = plan.sharding
-    fields = {"sharding": sharding.strategy, "inner": sharding.inner, "capacity": sharding.capacity or (), **asked}
+    sharding, rows = plan.sharding, (plan.core or plan).sharding
+    fields = {"sharding": sharding.strategy, "inner": sharding.inner, "capacity": rows.capacity or (), **asked}
     others = {"key_batch": plan.key_batch if plan.is_cross else None,
               "like": plan.like if plan.batch.on_device else None}
     return {**fields, **plan.batch.described(),

@@ -7,9 +7,10 @@ consecutive rows, which are few, and expands their pieces to arrays of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,17 +36,20 @@ class Pieces(NamedTuple):
     @classmethod
     def of(cls, size: int, begin: Ints, sizes: Ints, value: Ints) -> Pieces:
         """Make an array of `size` from pieces in ascending order, with -1 between them."""
-        begins = np.append(0, np.stack([begin, begin + sizes], axis=1))
-        values = np.append(-1, np.stack([value, np.full(len(value), -1)], axis=1))
-        some = np.diff(begins, append=size) > 0
-        return cls(size, begins[some], values[some])
+        edges = np.full(2 * len(begin) + 2, size)
+        edges[0], edges[1:-1:2], edges[2:-1:2] = 0, begin, begin + sizes
+        values = np.full(2 * len(begin) + 1, -1)
+        values[1::2] = value
+        some = edges[1:] > edges[:-1]
+        return cls(size, edges[:-1][some], values[some])
 
     @classmethod
-    def joined(cls, parts: Sequence[Pieces]) -> Pieces:
-        """Concatenate arrays."""
-        ends = np.cumsum([part.size for part in parts])
-        begins = [part.begin + end - part.size for part, end in zip(parts, ends, strict=True)]
-        return cls(int(ends[-1]), np.concatenate(begins), np.concatenate([part.value for part in parts]))
+    def joined(cls, parts: Sequence[tuple[int, Ints, Ints, Ints]]) -> Pieces:
+        """Make an array of several, one after another, each from the arguments of `of`."""
+        sizes = [part[0] for part in parts]
+        begins = [part[1] + end - part[0] for part, end in zip(parts, accumulate(sizes), strict=True)]
+        others = (np.concatenate([part[i] for part in parts]) for i in (2, 3))
+        return cls.of(sum(sizes), np.concatenate(begins), *others)
 
     def filled(self) -> NDArray[np.int32]:
         """Return the array, int32."""
@@ -79,7 +83,7 @@ class Routes:
     def of(cls, needed: NeededRows, cp_rank: int) -> Routes:
         """Return the numbers of rows that the key buffers of all ranks need."""
         cp_size = len(needed.sizes)
-        (_, receiver, _, _, given), (sender, _, _, _, taken) = needed.sends(cp_rank), needed.receives(cp_rank)
+        (_, receiver, _, _, given, _), (sender, _, _, _, taken, _) = needed.sends(cp_rank), needed.receives(cp_rank)
         sent, received = (np.bincount(peer, sizes, minlength=cp_size).astype(np.int64)
                           for peer, sizes in ((receiver, given), (sender, taken)))
         sent[cp_rank] = received[cp_rank] = 0
@@ -110,22 +114,36 @@ class Routes:
         return self.tabulate()
 
 
-class KeySide(NamedTuple):
-    """Arrays of a rank's key buffer of needed rows; see PlanArrays."""
+FEW_RANKS = 16  # up to which the moves of all ranks are found at once
+KEY_SIDE = "rows_of_keys", "rank_order", "sends", "returns", "places", "own_keys"  # fields of PlanArrays
 
-    rows_of_keys: Pieces
-    rank_order: Pieces
-    sends: Pieces
-    returns: Pieces
-    places: Pieces
-    own_keys: Pieces
+
+class KeySide(NamedTuple):
+    """Arrays of a rank's key buffer of needed rows, KEY_SIDE, as one array.
+
+    pieces: the array.
+    sizes: (6,), of each part.
+    """
+
+    pieces: Pieces
+    sizes: tuple[int, ...]
+
+    def filled(self) -> dict[str, NDArray[np.int32]]:
+        """Return each array by name."""
+        return split_key_side(self.pieces.filled(), self.sizes)
+
+
+def split_key_side(array: Any, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the parts of KEY_SIDE by name, of an array that has one after another."""
+    return {name: array[end - size : end]
+            for name, size, end in zip(KEY_SIDE, sizes, accumulate(sizes), strict=True)}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class NeededRows:
     """Key buffers of all ranks under a mask, and the owners of their rows.
 
-    A buffer has the rows that some query of the rank sees, ascending, and no padding, unless sizes are fixed.
+    A buffer has the rows that some query of the rank sees, ascending, and no padding, unless a capacity fixes its size.
 
     Attributes:
         local_rows: rows that every rank stores.
@@ -134,14 +152,12 @@ class NeededRows:
             buffer row; rank after rank, ascending.
         owned: (4, num_owned): rank, begin and end of consecutive tokens of the pack that the rank owns, and their first
             local row; rank after rank, ascending.
-        message_rows: rows of every message, of which the last may be empty; None: as many as the receiver needs.
     """
 
     local_rows: int
     sizes: Ints
     runs: Ints
     owned: Ints
-    message_rows: int | None = None
 
     def excess(self, capacity: BalancedCapacity) -> str:
         """Describe by how much the layout exceeds a capacity; return "" if it fits."""
@@ -151,17 +167,22 @@ class NeededRows:
             return f"{found} rows that one rank's queries see, wanted at most key_rows = {capacity.key_rows}"
         return ""
 
-    def within(self, capacity: BalancedCapacity) -> NeededRows:
-        """Return the same buffers and messages, filled up to the sizes of a capacity that they fit."""
-        return replace(self, sizes=np.full_like(self.sizes, capacity.key_rows), message_rows=capacity.message_rows)
+    @cached_property
+    def moves(self) -> Ints:
+        """The moves from all ranks to all ranks; see _moves."""
+        return _moves(self.owned, self.runs)
 
     def sends(self, cp_rank: int) -> Ints:
         """Return the moves from a rank to all ranks, itself included, by receiver and row; see _moves."""
-        return _moves(_of_rank(self.owned, cp_rank), self.runs)
+        if len(self.sizes) > FEW_RANKS:
+            return _moves(_of_rank(self.owned, cp_rank), self.runs)
+        return self.moves[:, self.moves[0] == cp_rank]
 
     def receives(self, cp_rank: int) -> Ints:
         """Return the moves from all ranks, itself included, to a rank, by sender and row; see _moves."""
-        return _moves(self.owned, _of_rank(self.runs, cp_rank))
+        if len(self.sizes) > FEW_RANKS:
+            return _moves(self.owned, _of_rank(self.runs, cp_rank))
+        return self.moves[:, self.moves[1] == cp_rank]
 
     @cached_property
     def num_sent(self) -> Ints:
@@ -178,54 +199,59 @@ class NeededRows:
     def table(self) -> Ints:
         """(cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal."""
         cp_size = len(self.sizes)
-        rank, begin, end, _ = self.owned[:, np.argsort(self.owned[1])]  # in the order of the pack
-        key_rank, key_begin, key_end, _ = self.runs
-        first, stop = np.searchsorted(end, key_begin, side="right"), np.searchsorted(begin, key_end)
-        counts = np.maximum(stop - first, 0)
-        run, key = rows_of_runs(first, counts), np.repeat(np.arange(len(counts)), counts)
-        sizes = np.minimum(end[run], key_end[key]) - np.maximum(begin[run], key_begin[key])
-        table = np.bincount(rank[run] * cp_size + key_rank[key], sizes, cp_size**2).astype(np.int64)
+        sender, receiver, _, _, sizes, _ = self.moves
+        table = np.bincount(sender * cp_size + receiver, sizes, cp_size**2).astype(np.int64)
         table[:: cp_size + 1] = 0
         return table.reshape(cp_size, cp_size)
 
-    def key_side(self, cp_rank: int) -> KeySide:
-        """Return the arrays of one rank's buffer."""
+    def rows_of_keys(self, cp_rank: int, capacity: BalancedCapacity | None) -> tuple[int, Ints, Ints, Ints]:
+        """Return the arguments of Pieces.of for the sequence-order rows of one rank's buffer; see key_side."""
         _, begin, end, key_row = _of_rank(self.runs, cp_rank)
-        rows_of_keys = Pieces.of(int(self.sizes[cp_rank]), key_row, end - begin, begin)
+        size = int(self.sizes[cp_rank]) if capacity is None else capacity.key_rows
+        return size, key_row, end - begin, begin
 
+    def key_side(self, cp_rank: int, capacity: BalancedCapacity | None = None) -> KeySide:
+        """Return the arrays of one rank's buffer.
+
+        Args:
+            capacity: sizes to which buffers and messages are filled up, which they must fit; None: as large as needed.
+        """
         given, taken = self.sends(cp_rank), self.receives(cp_rank)
-        _, receiver, row, key_row, sizes = given
+        rows_of_keys = self.rows_of_keys(cp_rank, capacity)
+        key_rows, message_rows = rows_of_keys[0], None if capacity is None else capacity.message_rows
+        _, receiver, row, key_row, sizes, _ = given
         own = receiver == cp_rank
-        places = _unread(given[2:, own], given[2:, ~own], int(self.sizes[cp_rank]))
-        own_keys = Pieces.of(int(self.sizes[cp_rank]), key_row[own], sizes[own], row[own])
-        place, num_sent = self._messages(receiver, sizes, cp_rank)
-        num_returns = len(self.sizes) * self.local_rows
-        returns = Pieces.of(num_returns, receiver * self.local_rows + row, sizes, np.where(own, key_row, place))
-        sends = Pieces.of(num_sent, place[~own], sizes[~own], row[~own])
+        places = _unread(given[2:5, own], given[2:5, ~own])
+        own_keys = key_row[own], sizes[own], row[own]
+        place, num_sent = self._messages(receiver, sizes, cp_rank, message_rows)
+        returns = receiver * self.local_rows + row, sizes, np.where(own, key_row, place)
+        sends = place[~own], sizes[~own], row[~own]
 
         own = taken[0] == cp_rank
-        place, num_received = self._messages(taken[0], taken[4], cp_rank)
-        _, _, row, key_row, sizes = np.concatenate([taken[:, ~own], taken[:, own]], axis=1)
-        place = np.concatenate([place[~own], num_received + taken[2, own]])
-        rank_order = Pieces.of(num_received + self.local_rows, place, sizes, key_row)
-        return KeySide(rows_of_keys, rank_order, sends, returns, places, own_keys)
+        place, num_received = self._messages(taken[0], taken[4], cp_rank, message_rows)
+        _, _, _, key_row, sizes, _ = np.concatenate([taken[:, ~own], taken[:, own]], axis=1)
+        rank_order = np.concatenate([place[~own], num_received + taken[2, own]]), sizes, key_row
+        parts = [rows_of_keys, (num_received + self.local_rows, *rank_order), (num_sent, *sends),
+                 (len(self.sizes) * self.local_rows, *returns), (key_rows, *places), (key_rows, *own_keys)]
+        return KeySide(Pieces.joined(parts), tuple([part[0] for part in parts]))
 
-    def _messages(self, peer: Ints, sizes: Ints, cp_rank: int) -> tuple[Ints, int]:
+    def _messages(self, peer: Ints, sizes: Ints, cp_rank: int, message_rows: int | None) -> tuple[Ints, int]:
         """Return each move's first row among the messages of all other ranks, and the number of their rows.
 
         Args:
             peer, sizes: the other rank of each move, ascending, and its rows. Places of moves within the rank are
                 arbitrary.
+            message_rows: rows of every message; None: as many as the receiver needs.
         """
         sizes = np.where(peer == cp_rank, 0, sizes)
-        if self.message_rows is None:
+        if message_rows is None:
             return np.cumsum(sizes) - sizes, int(sizes.sum())
-        first = (peer - (peer > cp_rank)) * self.message_rows
-        return first + within_rank(peer, sizes), (len(self.sizes) - 1) * self.message_rows
+        first = (peer - (peer > cp_rank)) * message_rows
+        return first + within_rank(peer, sizes), (len(self.sizes) - 1) * message_rows
 
 
-def _unread(own: Ints, sent: Ints, key_rows: int) -> Pieces:
-    """Return, for every key buffer row, the local row of an own row that no other rank receives; else -1.
+def _unread(own: Ints, sent: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return first buffer rows, sizes and first local rows of pieces of own rows that no other rank receives.
 
     Args:
         own, sent: (3, any): first local rows and first buffer rows of moves, and their sizes, ascending.
@@ -239,19 +265,12 @@ def _unread(own: Ints, sent: Ints, key_rows: int) -> Pieces:
     begin, size, move = begin[kept], size[kept], move[kept]
     kept = begin < row[move] + sizes[move]
     begin, size, move = begin[kept], size[kept], move[kept]
-    return Pieces.of(key_rows, key_row[move] + begin - row[move], size, begin)
+    return key_row[move] + begin - row[move], size, begin
 
 
-def needed_rows(
-    batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int, capacity: BalancedCapacity | None = None
-) -> NeededRows:
-    """Return the key buffers of all ranks, for a batch spread by balanced_runs; cached per batch and window.
-
-    Args:
-        capacity: sizes to fill them up to, which the batch must fit; None: no more than is needed.
-    """
-    needed = once(batch, (cp_size, window, local_rows), lambda: _needed_rows(batch, cp_size, window, local_rows))
-    return needed if capacity is None else needed.within(capacity)
+def needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:
+    """Return the key buffers of all ranks, for a batch spread by balanced_runs; cached per batch and window."""
+    return once(batch, (cp_size, window, local_rows), lambda: _needed_rows(batch, cp_size, window, local_rows))
 
 
 def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:
@@ -274,20 +293,23 @@ def _of_rank(runs: Ints, cp_rank: int) -> Ints:
 
 
 def _moves(owned: Ints, keys: Ints) -> Ints:
-    """Return the moves from runs of owners to runs of key buffers, in time linear in their product.
+    """Return the moves from runs of owners to runs of key buffers, in time linear in their number and in all runs.
 
     Args:
         owned, keys: some of owned and of runs of NeededRows.
 
     Returns:
-        (5, num_moves): sender, receiver, first local row of the sender, first row in the receiver's buffer, and number
-        of rows; sorted by sender, receiver and row.
+        (6, num_moves): sender, receiver, first local row of the sender, first row in the receiver's buffer, number of
+        rows, and first row of the pack; sorted by sender, receiver and row.
     """
+    owned = owned[:, np.argsort(owned[1])]  # in the order of the pack
     (rank, begin, end, local), (key_rank, key_begin, key_end, key_row) = owned, keys
-    run, key = np.nonzero((begin[:, None] < key_end) & (key_begin < end[:, None]))
+    first = np.searchsorted(end, key_begin, side="right")
+    counts = np.maximum(np.searchsorted(begin, key_end) - first, 0)
+    run, key = rows_of_runs(first, counts), np.repeat(np.arange(len(counts)), counts)
     low, high = np.maximum(begin[run], key_begin[key]), np.minimum(end[run], key_end[key])
     moves = np.stack([rank[run], key_rank[key], local[run] + low - begin[run], key_row[key] + low - key_begin[key],
-                      high - low])
+                      high - low, low])  # fmt: skip
     return moves[:, np.lexsort((moves[2], moves[1], moves[0]))]
 
 
@@ -300,42 +322,48 @@ def _rows_below(begins: Ints, row: Ints) -> Ints:
 
 
 def foreign_tiles(
-    batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int, cp_rank: int, tiles: tuple[int, int],
-    capacity: BalancedCapacity | None = None,
+    batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int, cp_rank: int | None,
+    tiles: tuple[int, int], capacity: BalancedCapacity | None = None,
 ) -> Flags:
     """Return the tiles that need key rows of other ranks; the compute of all other tiles overlaps their exchange.
 
     Args:
+        cp_rank: of which rank; None: of all, as (cp_size, tiles) each, in time linear in all moves.
         tiles: rows per tile of queries and of keys.
-        capacity: sizes that key buffers are filled up to; see needed_rows.
+        capacity: sizes that key buffers are filled up to; see key_side.
 
     Returns:
         (query tiles,) bool, True if a query of the tile sees a row of another rank; and
         (key tiles,) bool, True if a row of the tile belongs to another rank.
     """
-    needed, owned = needed_rows(batch, cp_size, window, local_rows, capacity), balanced_runs(batch, cp_size)
-    sender, _, _, key_row, sizes = needed.receives(cp_rank)
-    foreign = np.flatnonzero(sender != cp_rank)
-    foreign = foreign[np.argsort(key_row[foreign])]
-    key_row, sizes = key_row[foreign], sizes[foreign]
-    _, begin, _, first = _of_rank(needed.runs, cp_rank)
-    run = np.searchsorted(first, key_row, side="right") - 1
-    row = begin[run] + key_row - first[run]  # row of the pack
-
-    low, high = _queries_of_runs(batch, row, row + sizes, window)
-    mine = owned.rank == cp_rank
-    begin, ends, local = owned.begin[mine], owned.end[mine], owned.local_rows()[mine]
-
-    def local_rows_before(x: Ints) -> Ints:
-        run = np.searchsorted(begin, x, side="right") - 1
-        return np.where(run < 0, 0, local[run] + np.minimum(x, ends[run]) - begin[run])
-
-    return (_tiles_with(local_rows_before(low), local_rows_before(high), local_rows, tiles[0]),
-            _tiles_with(key_row, key_row + sizes, int(needed.sizes[cp_rank]), tiles[1]))
+    needed = needed_rows(batch, cp_size, window, local_rows)
+    moves = needed.moves if cp_rank is None else needed.receives(cp_rank)
+    moves = moves[:, moves[0] != moves[1]]
+    _, receiver, _, key_row, sizes, row = moves[:, np.lexsort((moves[3], moves[1]))]
+    first, key_rows = cp_rank or 0, int(needed.sizes.max() if cp_rank is None else needed.sizes[cp_rank])
+    key_rows = key_rows if capacity is None else capacity.key_rows
+    rank, *seen = _queries_of_runs(batch, receiver, row, row + sizes, window)
+    begin, end = (_local_rows_before(batch, cp_size, rank, x) for x in seen)
+    num_ranks = cp_size if cp_rank is None else 1
+    flags = (_tiles_with(rank - first, begin, end, (num_ranks, local_rows), tiles[0]),
+             _tiles_with(receiver - first, key_row, key_row + sizes, (num_ranks, key_rows), tiles[1]))
+    return flags if cp_rank is None else (flags[0][0], flags[1][0])
 
 
-def _queries_of_runs(batch: PackedBatch, begin: Ints, end: Ints, window: tuple[int, int]) -> tuple[Ints, Ints]:
-    """Return (begin, end) of the rows of the pack that see keys of runs: what the transposed window shows of them."""
+def _local_rows_before(batch: PackedBatch, cp_size: int, rank: Ints, row: Ints) -> Ints:
+    """Return how many local rows of ranks come before rows of the pack."""
+    runs, apart = balanced_runs(batch, cp_size), batch.total_rows + 1  # puts ranks one after another
+    run = np.searchsorted(runs.begin + runs.rank * apart, row + rank * apart, side="right") - 1
+    before = runs.local_rows()[run] + np.minimum(row, runs.end[run]) - runs.begin[run]
+    return np.where((run >= 0) & (runs.rank[run] == rank), before, 0)
+
+
+def _queries_of_runs(
+    batch: PackedBatch, rank: Ints, begin: Ints, end: Ints, window: tuple[int, int]
+) -> tuple[Ints, Ints, Ints]:
+    """Return (rank, begin, end) of the rows of the pack that see keys of runs, which ascend in a rank: what the
+    transposed window shows of them.
+    """
     if batch.trees is not None:
         first, last, stop = _rows_of_nodes(batch, batch.trees)
         begins = np.searchsorted(last, begin, side="right")
@@ -343,18 +371,23 @@ def _queries_of_runs(batch: PackedBatch, begin: Ints, end: Ints, window: tuple[i
         run, node = np.repeat(np.arange(len(begin)), counts), rows_of_runs(begins, counts)
         low = np.maximum(begin[run], first[node])
         some = low < last[node]
-        return low[some], stop[node][some]
+        return rank[run][some], low[some], stop[node][some]
     sequence = np.searchsorted(batch.cu_seqlens_padded[1:], begin, side="right")
-    return _runs_in_sight(batch, np.zeros_like(begin), begin, end, sequence, transposed(window))[1:]
+    return _runs_in_sight(batch, rank, begin, end, sequence, transposed(window))
 
 
-def _tiles_with(begin: Ints, end: Ints, num_rows: int, tile: int) -> NDArray[np.bool_]:
-    """Return whether each tile of num_rows rows has a row of some [begin, end)."""
-    some = begin < end
-    begun = np.zeros((2, -(-num_rows // tile) + 1), np.int64)
-    np.add.at(begun[0], begin[some] // tile, 1)
-    np.add.at(begun[1], -(-end[some] // tile), 1)
-    return np.cumsum(begun[0] - begun[1])[:-1] > 0
+def _tiles_with(rank: Ints, begin: Ints, end: Ints, shape: tuple[int, int], tile: int) -> NDArray[np.bool_]:
+    """Return whether each tile of the rows of ranks has a row of some [begin, end) of the rank.
+
+    Args:
+        shape: number of ranks and of the rows of each.
+    """
+    (num_ranks, num_rows), some = shape, begin < end
+    columns = -(-num_rows // tile) + 1
+    first, stop = (np.bincount((rank * columns + edge)[some], minlength=num_ranks * columns)
+                   for edge in (begin // tile, -(-end // tile)))
+    covered: NDArray[np.bool_] = np.cumsum(first - stop).reshape(num_ranks, columns)[:, :-1] > 0
+    return covered
 
 
 def _runs_in_sight(

@@ -35,6 +35,7 @@ MASKS = {
     "window": {"window": (70, 0)},
     "two-sided": {"causal": False, "window": (16, 40)},
 }
+RINGS = ("causal", "dual_chunk"), ("window", "contiguous"), ("two-sided", "balanced"), ("trees", "balanced")
 TREES = "trees"  # a causal mask, and packs of trees
 NUM_MICRO_BATCHES, NUM_STEPS = 3, 4
 
@@ -203,7 +204,7 @@ def replay_trees(comm: thdattn.comm.Comm, cupy: Any) -> None:
 
 
 def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
-    """Heads that are exchanged, at once and in groups, kept for the backward and not; and two levels."""
+    """Heads that are exchanged, at once and in groups, kept for the backward and not; rings; and two levels."""
     levels = Levels(comm.split(comm.rank // 2), comm.split(comm.rank % 2))
     groups = {"num_heads": 16, "num_kv_heads": 8, "head_groups": 2}
     for mask, sharding, options in (
@@ -212,8 +213,14 @@ def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
         ("two-sided", "contiguous", {"cp_comm_type": "a2a", **groups}),
         ("causal", "dual_chunk", {"cp_comm_type": "a2a+all_gather", "comm": levels}),
         ("window", "contiguous", {"cp_comm_type": "a2a+all_gather", "comm": levels, "keep_keys": False, **groups}),
+        ("causal", "balanced", {"cp_comm_type": "a2a+all_gather", "comm": levels}),
+        ("window", "balanced", {"cp_comm_type": "a2a+all_gather", "comm": levels, "keep_keys": False, **groups}),
+        ("two-sided", "dual_chunk", {"cp_comm_type": "a2a+p2p", "comm": levels}),
+        ("causal", "balanced", {"cp_comm_type": "a2a+p2p", "comm": levels, **groups}),
     ):
         replay_packs(comm, cupy, mask, (64, 64), sharding, 20, options)
+    for mask, sharding in RINGS:
+        replay_packs(comm, cupy, mask, (64, 64), sharding, 20, {"cp_comm_type": "p2p"})
 
 
 def replay_mixers(comm: thdattn.comm.Comm, cupy: Any, count: int = 20, norm: str | None = None) -> None:

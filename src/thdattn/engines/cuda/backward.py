@@ -284,10 +284,12 @@ def plan_backward(plan: Plan) -> None:
     if launch.this_gpu().sm90:
         partials_per_tile(plan)
         pairs_of(plan)
+    if plan.keys_of is not None or plan.cp_size == 1:
+        return
     if plan.sharding.tables is not None:
         for side in range(2):
             parts_of(plan, side)
-    if plan.cp_size > 1 and plan.keys_of is None and not plan.sharding.by_runs:
+    if not plan.sharding.by_runs:
         places_of_keys(plan)
 
 

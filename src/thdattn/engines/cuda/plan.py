@@ -21,7 +21,7 @@ from thdattn.kernels.configs import BEHIND_KEYS, TREE_GROUP
 from thdattn.kernels.instances import PLAN_KERNELS, TREE_PLAN_KERNELS
 from thdattn.packing import PackedBatch
 from thdattn.plan.generations import renew
-from thdattn.plan.key_transfers import KeySide, Pieces, all_rows, needed_rows
+from thdattn.plan.key_transfers import Pieces, all_rows, needed_rows, split_key_side
 from thdattn.plan.node_table import node_table
 from thdattn.plan.plan import Plan, PlanArrays
 from thdattn.plan.workspace import INT32, Buffer
@@ -338,12 +338,11 @@ def _key_side(plan: Plan, rows: _Rows, lengths: DeviceLengths | None) -> dict[st
     if plan.sharding.tables is not None:
         table = plan.sharding.tables.key_side(plan.mask)
     else:
-        needed = needed_rows(plan.batch, plan.cp_size, plan.window, plan.local_rows, plan.sharding.capacity)
-        table = _table(Pieces.joined(needed.key_side(plan.cp_rank)))
-    made, sizes = launch.new(plan_buffers(plan)["key_side"]), plan.key_side_sizes
+        needed = needed_rows(plan.batch, plan.cp_size, plan.window, plan.local_rows)
+        table = _table(needed.key_side(plan.cp_rank, plan.sharding.capacity).pieces)
+    made = launch.new(plan_buffers(plan)["key_side"])
     _make(lengths, _RUNS, (_blocks(made.size),), (made, *table, np.int32(made.size)))
-    parts = zip(KeySide._fields, sizes, itertools.accumulate(sizes), strict=True)
-    arrays = {field: made[end - size : end] for field, size, end in parts}
+    arrays = split_key_side(made, plan.key_side_sizes)
     return {**arrays, "returns": arrays["returns"].reshape(plan.cp_size, plan.local_rows)}
 
 
