@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -159,10 +158,9 @@ def _work(runs: Ints, cp_size: int) -> NDArray[Any]:
 def _travelling(runs: Ints, cp_size: int) -> int:
     """Return the most key rows that a rank receives under a causal mask, plus the most that a rank sends."""
     rank, sequence, begin, end = runs.T
-    _, item = np.unique(sequence, return_inverse=True)
-    needed = np.zeros((item.max(initial=-1) + 1, cp_size), np.int64)  # the keys before this position
-    np.maximum.at(needed, (item, rank), end)
-    rows = np.maximum(np.minimum(end[:, None], needed[item]) - begin[:, None], 0)
+    needed = np.zeros((sequence.max(initial=-1) + 1, cp_size), np.int64)  # the keys before this position
+    np.maximum.at(needed, (sequence, rank), end)
+    rows = np.maximum(np.minimum(end[:, None], needed[sequence]) - begin[:, None], 0)
     rows[np.arange(len(rank)), rank] = 0
     sent = np.bincount(rank, rows.sum(axis=1), minlength=cp_size)
     return int(rows.sum(axis=0).max() + sent.max())
@@ -220,18 +218,25 @@ class _Attempt:
 
     def _deal(self, sequence: int, length: int, first: int, size: int) -> None:
         """Assign a sequence to `size` ranks: whole to one rank, else two chunks each, an early and a late one."""
+        if size == 1:
+            self._give(first, sequence, 0, length)
+            return
         ranks = range(first, first + size)
         emptiest = sorted(ranks, key=lambda rank: self.rows[rank])[: length % size]
         counts = {rank: length // size + (rank in emptiest) for rank in ranks}
-        cheap = [(rank, counts[rank] // 2 if size > 1 else 0) for rank in ranks]
+        cheap = [(rank, counts[rank] // 2) for rank in ranks]
         dear = [(rank, counts[rank] - count) for rank, count in reversed(cheap)]
         begin = 0
         for rank, count in cheap + dear:
             if count:
-                self._dealt.append((rank, sequence, begin, begin + count))
-                self.rows[rank] += count
-                self.work[rank] += _triangle(begin + count) - _triangle(begin)
+                self._give(rank, sequence, begin, begin + count)
             begin += count
+
+    def _give(self, rank: int, sequence: int, begin: int, end: int) -> None:
+        """Assign positions of a sequence to a rank."""
+        self._dealt.append((rank, sequence, begin, end))
+        self.rows[rank] += end - begin
+        self.work[rank] += _triangle(end) - _triangle(begin)
 
     def stretch(self) -> Ints:
         """Stretch sequences over ranks, layer by layer, longest first; return the other sequences.
@@ -355,15 +360,21 @@ class _Line:
 
         wherever: see _Attempt.fold.
         """
-        of_ends = partial(self.work_of_ends, low, high, count)
-        if wherever and of_ends(count) < of_ends(0):
-            return bisect_left(range(count), -work, key=lambda dear: -of_ends(dear))
-        return bisect_left(range(count), work, key=of_ends)
+        rest = self._work(low, high) - work
+
+        def between(dear: int) -> int:
+            return self._work(low + count - dear, high - dear)
+
+        if wherever and between(count) > between(0):
+            return bisect_left(range(count), rest, key=between)
+        return bisect_left(range(count), -rest, key=lambda dear: -between(dear))
 
     def work_of_ends(self, low: int, high: int, count: int, dear: int) -> int:
         """Return the work of `count` of the rows [low, high): the last `dear` rows, and the first ones."""
-        last = self._work_before(high) - self._work_before(high - dear)
-        return last + self._work_before(low + count - dear) - self._work_before(low)
+        return self._work(low, high) - self._work(low + count - dear, high - dear)
+
+    def _work(self, low: int, high: int) -> int:
+        return self._work_before(high) - self._work_before(low)
 
     def _work_before(self, row: int) -> int:
         index = bisect_right(self.starts, row) - 1

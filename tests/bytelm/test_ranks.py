@@ -22,11 +22,11 @@ A2A, GATHER, RING = (Method(kind, "contiguous") for kind in ("a2a", "all_gather"
 LAYOUTS = [
     Layout(4, cp_size=2), Layout(3, Method("all_gather", "balanced")), Layout(4, A2A),
     Layout(4, Method("a2a+p2p", "dual_chunk", 2)), Layout(4, RING, config=HYBRID), Layout(4, A2A, 2, HYBRID),
-]  # fmt: skip
+]
 MORE_LAYOUTS = [
     Layout(2), Layout(2, cp_size=1), Layout(2, Method("p2p", "dual_chunk")), Layout(2, GATHER, config=HYBRID),
     Layout(4, Method("a2a+all_gather", "dual_chunk", 2)), Layout(4, Method("a2a+all_gather", "balanced", 2), 2),
-]  # fmt: skip
+]
 
 
 # --- one model -------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_a_run_resumes_with_another_method_and_in_another_grid(documents, tmp_pa
         (2, 6, "--cp 1 --accumulate 2 --sharding contiguous"),
         (2, 8, "--accumulate 4 --cp-comm-type p2p --sharding contiguous"),
         (4, 10, "--accumulate 4 --cp-comm-type a2a+all_gather --cp-inner 2 --sharding balanced"),
-    ):  # fmt: skip
+    ):
         other = run(parts, ranks, steps, words)
     assert one.position == other.position and one.step == other.step == 10
     begin = runs.to_host(runs.trainer(thdattn.comm.init("single"), "reference", config=MODEL).model.weights)
@@ -185,11 +185,11 @@ def test_what_cannot_be_is_refused_on_all_ranks_before_the_first_step(documents,
 @pytest.mark.parametrize("words", [
     "--sharding dual_chunk", "--sharding balanced", "--sharding balanced --cp-comm-type all_gather",
     *(f"--cp-comm-type {method}" for method in SHARDINGS if "+" in method),
-])  # fmt: skip
+])
 def test_what_does_not_go_with_mixers_is_refused_by_both_names(monkeypatch, words):
     option, found, *_ = words.split()
     with pytest.raises(ValueError, match=rf"{option} is {found.replace('+', '.')} and --size 1b-hybrid, wanted .*leave "
-                                         rf"{option} out, or use another --size"):  # fmt: skip
+                                         rf"{option} out, or use another --size"):
         arguments(monkeypatch, "--size", "1b-hybrid", *words.split())
 
 

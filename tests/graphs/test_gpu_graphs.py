@@ -122,17 +122,17 @@ def test_a_refreshed_plan_of_simulated_ranks_is_the_hosts(cupy, cp_size, shardin
 @pytest.mark.parametrize("way", [
     Way("all_gather", "contiguous", 2), Way("a2a", "contiguous", 2), Way("a2a+all_gather", "contiguous", 6, 2),
     *(way for way in ways((2, 2), sizes=(4,), heads=(4,)) if way.sharding != "balanced"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_what_ranks_exchange_follows_lengths_on_the_gpu(cupy, way):
     """After every refresh, results are those of a plan of the host, bit for bit; with the first pack's calls before."""
     heads, packs = way.heads, [batch for batch in graph_ranks.packs(way.cp_size, 8)
-                               if batch.num_seqs <= MAX_SEQS and batch.total_rows <= ROWS]  # fmt: skip
+                               if batch.num_seqs <= MAX_SEQS and batch.total_rows <= ROWS]
     together = cupy.zeros((2, MAX_SEQS + 1), np.int32)
     shapes = [(heads[0], 64), (heads[1], 64), (heads[1], 64), (heads[0], 64)]
 
     def program(comm):
         attention = thdattn.CPAttention(way.comm(comm), heads[0], 64, heads[1], window=(70, 0), engine="cuda",
-                                        deterministic=True, cp_comm_type=way.cp_comm_type)  # fmt: skip
+                                        deterministic=True, cp_comm_type=way.cp_comm_type)
         plan = attention.plan(PackedBatch(*together, total_rows=ROWS), way.sharding)
         for seed, batch in enumerate(packs):
             rewrite(cupy, comm, together, batch)
@@ -156,7 +156,7 @@ def test_what_ranks_exchange_follows_lengths_on_the_gpu(cupy, way):
 @pytest.mark.parametrize("way", [
     Way("all_gather", "balanced", 2), Way("p2p", "balanced", 3), Way("a2a+all_gather", "balanced", 4, 2),
     Way("a2a+p2p", "balanced", 4, 2), Way("a2a+all_gather", "balanced", 6, 2),
-], ids=str)  # fmt: skip
+], ids=str)
 @pytest.mark.parametrize("mask", [*MASKS, graph_ranks.TREES])
 def test_balanced_rows_follow_the_tables_of_their_capacity(cupy, way, mask):
     """Of simulated ranks, which capture nothing: results are those of a plan of the host, bit for bit."""
@@ -165,7 +165,7 @@ def test_balanced_rows_follow_the_tables_of_their_capacity(cupy, way, mask):
 
     def program(comm):
         attention = thdattn.CPAttention(way.comm(comm), heads[0], 64, heads[1], engine="cuda", deterministic=True,
-                                        cp_comm_type=way.cp_comm_type, **MASKS.get(mask, {}))  # fmt: skip
+                                        cp_comm_type=way.cp_comm_type, **MASKS.get(mask, {}))
         graphs, served = Graphs(comm, config(**room)), 0
         graphs.active = True
         pack = StaticPack(graphs, [attention], ROWS, way.sharding)
@@ -434,7 +434,7 @@ ENDS = [
     *((n, "raise-on-one", "RuntimeError: of the last rank") for n in (1, 2)),
     *(pytest.param(n, "cycles", "", marks=alone) for n in (1, 2)),  # memory stays flat
     *((n, scenario, "") for n in (2, 4) for scenario in graph_ranks.SCENARIOS),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("n", "scenario", "error"), ENDS)

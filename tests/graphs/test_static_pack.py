@@ -40,7 +40,7 @@ def method(comm, cp_comm_type, inner):
     *((kind, sharding, cp_size, None) for kind, sharding in (("all_gather", "balanced"), ("p2p", "balanced"),
                                                              ("p2p", "contiguous")) for cp_size in (1, 2, 4)),
     *((kind, "balanced", 4, 2) for kind in ("a2a+all_gather", "a2a+p2p")),
-])  # fmt: skip
+])
 def test_inactive_graphs_of_a_static_pack_are_the_plain_attention(cp_comm_type, sharding, cp_size, inner):
     """The loop of a program with graphs, on simulated ranks, beside the same without them."""
     rng = np.random.default_rng(0)
@@ -124,7 +124,7 @@ def test_before_the_first_load_all_rows_are_padding(comm):
 
 
 @pytest.mark.parametrize(("lengths", "found"), [([1] * 5, "5 sequences, wanted at most 4"),
-                                                ([50, 47], "97 rows, wanted at most 96")])  # fmt: skip
+                                                ([50, 47], "97 rows, wanted at most 96")])
 def test_overflow_runs_eagerly_and_is_counted_or_raises(comm, lengths, found):
     small, large = PackedBatch.from_lengths([3, 0, 90]), PackedBatch.from_lengths(lengths)
     eager, error = (CudaGraphConfig(max_packed_seqs=4, on_overflow=rule) for rule in ("eager", "error"))
@@ -204,11 +204,11 @@ def filled(pack, behind=100):
 
 @pytest.mark.parametrize(("cp_comm_type", "cp_size", "inner"), [
     ("all_gather", 3, None), ("p2p", 3, None), ("a2a+all_gather", 4, 2), ("a2a+p2p", 6, 2), ("a2a+all_gather", 4, 1),
-])  # fmt: skip
+])
 def test_loaded_tables_are_the_arrays_of_the_plan_between_groups(cp_comm_type, cp_size, inner):
     rng = np.random.default_rng(cp_size)
     batches = [PackedBatch.from_lengths(rng.multinomial(ROWS - 9, rng.dirichlet(np.full(n, 0.3))))
-               for n in (1, 2, 4, 8)]  # fmt: skip
+               for n in (1, 2, 4, 8)]
 
     def program(comm):
         layer = attention(num_heads=4, num_kv_heads=2, **method(comm, cp_comm_type, inner))
@@ -236,11 +236,11 @@ def test_a_pack_that_does_not_fit_writes_nowhere():
     """Of tables on a GPU, in host memory here, and behind them."""
     rng = np.random.default_rng(0)
     batches = [PackedBatch.from_lengths(rng.multinomial(ROWS, rng.dirichlet(np.full(n, 0.3))))
-               for n in rng.integers(1, 12, 60)]  # fmt: skip
+               for n in rng.integers(1, 12, 60)]
 
     def program(comm):
         pack = StaticPack(Graphs(comm, CudaGraphConfig(max_packed_seqs=8)), [attention(comm)], ROWS,
-                          BalancedCapacity(24, 80))  # fmt: skip
+                          BalancedCapacity(24, 80))
         fitting = 0
         with filled(pack) as words:
             for batch in batches:
@@ -333,7 +333,7 @@ def test_captured_plans_have_room_for_the_nodes_that_the_configuration_says(comm
         (None, False, ""), (3, False, ""), (3, True, ""),
         (2, False, "batch 0 has 3 nodes, wanted at most 2, the room of the static pack; ask fits"),
         (None, True, "batch 0 has trees, wanted sequences, as config.max_packed_nodes is None; ask fits"),
-    ):  # fmt: skip
+    ):
         config = CudaGraphConfig(impl="local", max_packed_nodes=most)
         pack = StaticPack(Graphs(comm, config), [attention(comm)], ROWS)
         pack._graphs = SimpleNamespace(active=active, config=config, num_overflows=0)

@@ -50,7 +50,7 @@ def attention(case: Case, way: Way, comm: Comm, dtype: Any, **options: Any) -> t
 
 
 def inputs_of(case: Case, plan: thdattn.Plan, dtype: Any, xp: Any = np, fill: float = np.nan, seed: int = 0
-              ) -> list[Any]:  # fmt: skip
+              ) -> list[Any]:
     """This rank's q, k, v, dout, of which rows without a token are `fill`."""
     rows = to_host(plan.rows)
     return [xp.asarray(local_rows(plan.batch, rows, x, fill)) for x in random_inputs(case, dtype, seed)]
@@ -94,7 +94,7 @@ def ways(*grids: tuple[int, int], sizes: tuple[int, ...] = (), heads: tuple[int,
     """
     rows = ("all_gather", "balanced"), ("p2p", "dual_chunk"), ("p2p", "contiguous"), ("p2p", "balanced")
     levels = (("a2a+all_gather", "dual_chunk"), ("a2a+all_gather", "contiguous"), ("a2a+all_gather", "balanced"),
-              ("a2a+p2p", "dual_chunk"), ("a2a+p2p", "balanced"))  # fmt: skip
+              ("a2a+p2p", "dual_chunk"), ("a2a+p2p", "balanced"))
     return [
         *(Way(*how, size) for how in rows for size in sizes),
         *(Way("a2a", sharding, size) for sharding in ("contiguous", "dual_chunk") for size in heads),

@@ -82,7 +82,7 @@ def test_tables_are_the_arrays_of_the_host(cp_size):
 @pytest.mark.parametrize(("cp_comm_type", "cp_size", "inner", "hidden"), [
     *(("all_gather", cp_size, 1, hidden) for cp_size in (2, 4) for hidden in (False, True)),
     ("p2p", 3, 1, False), *((kind, 4, 2, False) for kind in ("a2a+all_gather", "a2a+p2p")),
-])  # fmt: skip
+])
 def test_a_larger_exchange_changes_no_bit(monkeypatch, cp_comm_type, cp_size, inner, hidden):
     """Rows that nobody needs are exchanged, too, and key buffers end with rows of the buffers before.
 
@@ -130,7 +130,7 @@ def test_a_larger_exchange_changes_no_bit(monkeypatch, cp_comm_type, cp_size, in
     ((0, 1, 0, 0), r"\d+ rows that one rank's queries see, wanted at most key_rows = \d+"),
     ((0, 0, -64, 0), r"\d+ rows of queries that need no other rank, wanted at least early_queries = \d+"),
     ((0, 0, 0, 32), r"\d+ rows of keys in tiles of other ranks, wanted at most early_keys = \d+"),
-])  # fmt: skip
+])
 def test_a_layout_that_exceeds_a_capacity_is_refused_on_every_rank(monkeypatch, less, message):
     monkeypatch.setattr(reference, "tiles", lambda head_dim, v_head_dim: TILES)
     batch, masks = PackedBatch.from_lengths([900, 40, 200]), masks_of([(-1, 0)])

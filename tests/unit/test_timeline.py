@@ -101,7 +101,7 @@ def made(rows, ranks=1):
     ([(0, "exchange", 0, 3), (0, "compute", 0, 9), (1, "exchange", 0, 1)], 3 / 4),
     ([(0, "compute", 0, 1)], None),
     ([], None),
-])  # fmt: skip
+])
 def test_hidden_is_the_share_of_communication_in_which_the_same_rank_computes(rows, hidden):
     found = made(rows, ranks=2)
     assert found.hidden == hidden
@@ -291,7 +291,7 @@ def test_the_command_draws_simulated_ranks(tmp_path, capsys, method):
     (("--method", "a2a+p2p", "--gpus-per-node", "3"), "--gpus-per-node is 3, wanted a divisor of the 4 ranks"),
     (("--sharding", "balanced", "--method", "a2a"), "sharding"),
     (("--ranks", "0"), "--ranks is 0, wanted >= 1"),
-])  # fmt: skip
+])
 def test_what_the_command_cannot_use_is_one_line(capsys, arguments, message):
     pytest.importorskip("matplotlib")
     assert main(["timeline", *SMALL, *arguments]) == 2

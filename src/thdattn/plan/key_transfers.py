@@ -136,7 +136,7 @@ class KeySide(NamedTuple):
 def split_key_side(array: Any, sizes: Sequence[int]) -> dict[str, Any]:
     """Return the parts of KEY_SIDE by name, of an array that has one after another."""
     return {name: array[end - size : end]
-            for name, size, end in zip(KEY_SIDE, sizes, accumulate(sizes), strict=True)}  # fmt: skip
+            for name, size, end in zip(KEY_SIDE, sizes, accumulate(sizes), strict=True)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,7 +309,7 @@ def _moves(owned: Ints, keys: Ints) -> Ints:
     run, key = rows_of_runs(first, counts), np.repeat(np.arange(len(counts)), counts)
     low, high = np.maximum(begin[run], key_begin[key]), np.minimum(end[run], key_end[key])
     moves = np.stack([rank[run], key_rank[key], local[run] + low - begin[run], key_row[key] + low - key_begin[key],
-                      high - low, low])  # fmt: skip
+                      high - low, low])
     return moves[:, np.lexsort((moves[2], moves[1], moves[0]))]
 
 

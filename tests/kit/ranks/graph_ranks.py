@@ -115,7 +115,7 @@ def _replay_packs(
     pack = StaticPack(graphs, [attention], ROWS, sharding)
     strategy = "balanced" if isinstance(sharding, BalancedCapacity) else sharding
     pair = graphs.pair(lambda q, k, v: attention.forward(q, k, v, pack.plans()[0], return_max_logit=True),
-                       attention.backward, "layer")  # fmt: skip
+                       attention.backward, "layer")
     returned, fitting = set(), 0
     with graphs:
         for number, batch in enumerate(drawn(comm.size, count)):
@@ -147,7 +147,7 @@ def _replay_packs(
 
 def replay_masks(comm: thdattn.comm.Comm, cupy: Any) -> None:
     for mask, dims, sharding in (("causal", (128, 128), "dual_chunk"), ("window", (64, 64), "dual_chunk"),
-                                 ("two-sided", (64, 64), "contiguous")):  # fmt: skip
+                                 ("two-sided", (64, 64), "contiguous")):
         replay_packs(comm, cupy, mask, dims, sharding)
 
 
@@ -170,7 +170,7 @@ def replay_overlapped(comm: thdattn.comm.Comm, cupy: Any) -> None:
     some, any_layout = BalancedCapacity(rows // 4, rows + rows // 2), BalancedCapacity(rows, ROWS, 0, ROWS - 128)
     for mask, dims, capacity in (("causal", (128, 128), some._replace(early_queries=128, early_keys=rows)),
                                  ("two-sided", (192, 128), any_layout),
-                                 ("window", (64, 64), some._replace(early_queries=192))):  # fmt: skip
+                                 ("window", (64, 64), some._replace(early_queries=192))):
         replay_packs(comm, cupy, mask, dims, capacity, 100)
     replay_packs(comm, cupy, "causal", (256, 256), any_layout, 20)
     replay_packs(comm, cupy, "causal", (128, 128), any_layout, 50, {"deterministic": False})
@@ -235,7 +235,7 @@ def replay_mixers(comm: thdattn.comm.Comm, cupy: Any, count: int = 20, norm: str
     rng = np.random.default_rng(0)
     weights = thdattn.Mamba2Weights(*(cupy.asarray(x, np.float32) for x in (
         rng.standard_normal((channels, 4)) / 2, rng.standard_normal(channels), np.log(rng.uniform(1, 16, heads)),
-        rng.standard_normal(heads), rng.uniform(-7, -2, heads))))  # fmt: skip
+        rng.standard_normal(heads), rng.uniform(-7, -2, heads))))
     if norm:
         weights = weights._replace(norm_weight=cupy.asarray(rng.uniform(0.5, 1.5, inner), np.float32))
     shapes, warmup = [(inner + channels + heads,), (inner,)], 2
@@ -509,7 +509,7 @@ def cycles(comm: thdattn.comm.Comm, cupy: Any, count: int = 20) -> None:
 SCENARIOS: dict[str, Callable[[thdattn.comm.Comm, Any], None]] = {
     "packs": replay_masks, "methods": replay_methods, "balanced": replay_balanced, "overlapped": replay_overlapped,
     "trees": replay_trees, "mixers": replay_mixers, "training": check_training, "plans": check_shardings,
-}  # fmt: skip
+}
 
 
 def main(scenario: str, size: str) -> None:
