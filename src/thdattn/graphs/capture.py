@@ -60,12 +60,13 @@ class Graphs:
         self._comm = comm
         self._captured: list[Captured[..., Any]] = []
         self._pools: list[Any] = []
+        self._cupy: Any = None
         self._stream: Any = None
         self.active = config.impl != "none" and comm.capturable and choose_engine(engine, comm)[0].device == "cuda"
         if self.active:
             import cupy
 
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._cupy, self._stream = cupy, cupy.cuda.Stream(non_blocking=True)
         comm.before_close(self.close)
         atexit.register(self.close)
 
@@ -143,22 +144,18 @@ class Graphs:
         """
         if not self.active:
             return False
-        import cupy
-
-        return bool(cupy.cuda.get_current_stream().is_capturing())
+        return bool(self._cupy.cuda.get_current_stream().is_capturing())
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:
         """Make the stream of captures current, ordered after the caller's stream, and allocate from a pool of the
         graphs.
         """
-        import cupy
-
         if not self._pools or not self.config.single_pool:
-            self._pools.append(cupy.cuda.MemoryPool(_allocate))
+            self._pools.append(self._cupy.cuda.MemoryPool(_allocate))
         before = self._turn()
         self._stream.wait_event(before.record())
-        with cupy.cuda.using_allocator(self._pools[-1].malloc):
+        with self._cupy.cuda.using_allocator(self._pools[-1].malloc):
             self._stream.use()  # `with` would restore the stream of the outer `with`, not one selected since
             try:
                 yield self._stream
@@ -167,9 +164,7 @@ class Graphs:
 
     def _turn(self) -> Any:
         """Return the current stream, ordered after the stream of the last replay on this comm."""
-        import cupy
-
-        stream, last = cupy.cuda.get_current_stream(), _last_streams.get(self._comm)
+        stream, last = self._cupy.cuda.get_current_stream(), _last_streams.get(self._comm)
         if last is not None and last != stream:
             stream.wait_event(last.record())
         _last_streams[self._comm] = stream

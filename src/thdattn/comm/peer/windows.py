@@ -65,7 +65,7 @@ class Window:
     def __init__(self, rank: int, size: int, num_bytes: int) -> None:
         import cupy
 
-        self._rank, self._size, self.num_bytes = rank, size, num_bytes
+        self._cupy, self._rank, self._size, self.num_bytes = cupy, rank, size, num_bytes
         flags = np.zeros(header_bytes(size), np.uint8)
         flags[: size * RANK_FLAGS.itemsize].view(RANK_FLAGS)["taken"][:, 0] = 1  # nothing to read yet
         self._header = len(flags)
@@ -79,11 +79,9 @@ class Window:
 
     def open(self, handles: Sequence[Any]) -> None:
         """Map the memory of the other ranks, given all ranks' handles; unmap() undoes that, also after an error."""
-        import cupy
-
         for rank, handle in enumerate(handles):
             mine = rank == self._rank
-            self._at.append(self._memory.ptr if mine else cupy.cuda.runtime.ipcOpenMemHandle(handle))
+            self._at.append(self._memory.ptr if mine else self._cupy.cuda.runtime.ipcOpenMemHandle(handle))
         ready, taken = ([self._memory.ptr + flags_of(rank) + _place(name) for rank in range(self._size)]
                         for name in ("ready", "taken"))
         there = self.flags_there()
@@ -100,9 +98,7 @@ class Window:
         Raises:
             RuntimeError: a rank's flag has not arrived.
         """
-        import cupy
-
-        runtime, here = cupy.cuda.runtime, self.address(self._rank, 0)
+        runtime, here = self._cupy.cuda.runtime, self.address(self._rank, 0)
         flags = np.zeros(self._size, RANK_FLAGS)
         for rank, at in enumerate(self._at):
             runtime.memcpyAsync(here, at, flags.nbytes, runtime.memcpyDefault, stream.ptr)
@@ -136,11 +132,9 @@ class Window:
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return an array in this rank's part."""
-        import cupy
-
         def made() -> Any:
-            place = cupy.cuda.MemoryPointer(self._memory, self._header + offset)
-            return cupy.ndarray(shape, dtype, place)
+            place = self._cupy.cuda.MemoryPointer(self._memory, self._header + offset)
+            return self._cupy.ndarray(shape, dtype, place)
 
         return self.memoize((offset, shape, dtype), made)
 
@@ -187,20 +181,16 @@ class Window:
             rank: whose part holds the array; first: byte of the part at which the heads begin.
             pitch: bytes from row to row; width: bytes of the heads in a row.
         """
-        import cupy
-
         rows, _, head_dim = like.shape
-        memory = cupy.cuda.UnownedMemory(self.address(rank, first), pitch * rows, None)  # a window outlives them
+        memory = self._cupy.cuda.UnownedMemory(self.address(rank, first), pitch * rows, None)  # a window outlives them
         shape, strides = (rows, width // head_dim // like.itemsize, head_dim), (pitch, *like.strides[1:])
-        return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+        return self._cupy.ndarray(shape, like.dtype, self._cupy.cuda.MemoryPointer(memory, 0), strides)
 
     def unmap(self) -> None:
         """Unmap the other ranks' memory. No stream may use it any more; later steps do nothing."""
-        import cupy
-
         for rank, at in enumerate(self._at):
             if rank != self._rank:
-                cupy.cuda.runtime.ipcCloseMemHandle(at)
+                self._cupy.cuda.runtime.ipcCloseMemHandle(at)
         self._at = []
         self.free = self.publish = self.arrive = self.take = self.meet = self.unfree = lambda stream: None
 

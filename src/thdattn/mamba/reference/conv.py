@@ -13,18 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.mamba.reference.ssd import (
-    Gradients,
-    chunk_sums,
-    cleared,
-    first_rows,
-    mixer_states,
-    sigmoid,
-    silu,
-    slope,
-    softplus,
-    valid_rows,
-)
+from thdattn.mamba.reference import ssd
 from thdattn.mamba.shape import Activations, Inputs, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
@@ -76,11 +65,11 @@ def mixer_conv(inputs: Inputs, keep: bool = False) -> Activations:
         keep: True asks for results that the next call does not overwrite; NumPy's are always new.
     """
     zxbcdt, weights, plan, shape, _ = inputs
-    raw, valid = shape.parts(zxbcdt)[2], valid_rows(plan)
-    act = silu(_convolved(inputs))
-    sharp = cleared(raw, valid, shape) + weights.dt_bias
-    dt = np.where(valid, softplus(sharp), 0)
-    return Activations(act.astype(shape.dtype), dt, chunk_sums(dt * -np.exp(weights.A_log), plan))
+    raw, valid = shape.parts(zxbcdt)[2], ssd.valid_rows(plan)
+    act = ssd.silu(_convolved(inputs))
+    sharp = ssd.cleared(raw, valid, shape) + weights.dt_bias
+    dt = np.where(valid, ssd.softplus(sharp), 0)
+    return Activations(act.astype(shape.dtype), dt, ssd.chunk_sums(dt * -np.exp(weights.A_log), plan))
 
 
 def mixer_activations(plan: Plan, shape: MixerShape) -> list[Buffer]:
@@ -103,11 +92,11 @@ def mixer_conv_states(inputs: Inputs, keep: bool) -> tuple[Activations, Array, A
         act; then states and decays, see mixer_states.
     """
     act = mixer_conv(inputs, keep)
-    return act, *mixer_states(act, inputs.plan, inputs.shape)
+    return act, *ssd.mixer_states(act, inputs.plan, inputs.shape)
 
 
 @on_host
-def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tuple[Mamba2Weights, Array]:
+def mixer_conv_bwd(inputs: Inputs, gradients: ssd.Gradients, dzxbcdt: Array) -> tuple[Mamba2Weights, Array]:
     """Compute the gradients of mixer_conv, into the columns of dzxbcdt after z, and of all weights.
 
     Returns:
@@ -117,8 +106,8 @@ def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tupl
     """
     (zxbcdt, weights, plan, shape, _), (dchannels, ddt, partials, of_norm) = inputs, gradients
     _, dxbc, draw = shape.parts(dzxbcdt)
-    valid, reach, num_rows = valid_rows(plan), shape.reach, len(zxbcdt)
-    slopes = slope(_convolved(inputs))
+    valid, reach, num_rows = ssd.valid_rows(plan), shape.reach, len(zxbcdt)
+    slopes = ssd.slope(_convolved(inputs))
     dpre = np.where(valid, dchannels.astype(slopes.dtype) * slopes, 0)
     extended = np.zeros((reach + num_rows, shape.channels), slopes.dtype)
     conv_weight = np.empty(weights.conv_weight.shape, slopes.dtype)
@@ -127,8 +116,8 @@ def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tupl
         conv_weight[:, tap] = _sum_of_rows(dpre * rows)
     dxbc[...] = extended[reach:].astype(dxbc.dtype)
 
-    sharp = cleared(shape.parts(zxbcdt)[2], valid, shape) + weights.dt_bias
-    dsharp = np.where(valid, ddt * sigmoid(sharp), 0)
+    sharp = ssd.cleared(shape.parts(zxbcdt)[2], valid, shape) + weights.dt_bias
+    dsharp = np.where(valid, ddt * ssd.sigmoid(sharp), 0)
     draw[...] = dsharp.astype(draw.dtype)
     of_rates, of_d = _sum_of_rows(partials)
     dweights = Mamba2Weights(
@@ -168,7 +157,7 @@ def _taps(inputs: Inputs) -> Iterator[tuple[int, Array, slice, Array]]:
         rows: (local_rows, channels), its numbers; 0 where there is none.
     """
     zxbcdt, _, plan, shape, halo = inputs
-    first, rows = first_rows(plan)[:, None], np.arange(plan.local_rows)[:, None]
+    first, rows = ssd.first_rows(plan)[:, None], np.arange(plan.local_rows)[:, None]
     extended = np.concatenate([halo, shape.parts(zxbcdt)[1]]).astype(shape.sum_dtype)
     for tap in range(shape.conv_width):
         place = slice(tap, tap + len(rows))
@@ -179,7 +168,7 @@ def _taps(inputs: Inputs) -> Iterator[tuple[int, Array, slice, Array]]:
 def _convolved(inputs: Inputs) -> Array:
     """Return the convolution of x, B and C; 0 on padding."""
     weights = inputs.weights
-    total = np.where(valid_rows(inputs.plan), weights.conv_bias, 0)
+    total = np.where(ssd.valid_rows(inputs.plan), weights.conv_bias, 0)
     for tap, _, _, rows in _taps(inputs):
         total += weights.conv_weight[:, tap] * rows
     return total
