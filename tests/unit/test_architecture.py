@@ -32,8 +32,8 @@ WHEN_LOADED = {"cupy": {"jit.compiler", "jit.tensor_map", *(f"engines.cuda.{name
                    "launch", "plan", "rows", "scheduler", "forward", "backward", "decode", "softcap"))},
                "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.local", "comm.nccl", "comm.beside.blocks", "comm.beside.transport",
-                 "comm.peer.shared_memory", "comm.peer.windows", "engines.select", "graphs.capture", "graphs.upload",
-                 "cli.info", "costs.measure", "spans", "varlen"},
+                 "comm.peer.shared_memory", "comm.peer.windows", "engines.select", "graphs.capture",
+                 "graphs.static_pack", "cli.info", "costs.measure", "spans", "varlen"},
         "mpi4py": {"comm.mpi", "comm.nccl", "cli.info"}, "torch": {"torch", "comm.torch"}, "jax": set()}
 
 

@@ -13,8 +13,7 @@ from thdattn.graphs.config import (
     from_arguments,
     normalize,
 )
-from thdattn.graphs.static_pack import StaticPack
-from thdattn.graphs.upload import Upload
+from thdattn.graphs.static_pack import StaticPack, Upload
 
 __all__ = [
     "Captured", "CudaGraphConfig", "CudaGraphModule", "CudaGraphScope", "Graphs", "InferenceCudaGraphScope", "Pair",
