@@ -38,7 +38,7 @@ TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")  # in this order, th
 FAMILIES = ("hopper", "portable")
 # Tests of kernels that simulated ranks do not call: exchange, sums between GPUs, decode of the mixer, captured graphs.
 TESTS = {
-    "exchange": "tests/comm/test_gpu_meeting.py -k 2-16",
+    "exchange": "tests/comm/test_gpu_peer.py -k 2-16",
     "exchanged heads": "tests/comm/test_gpu_peer.py -k 'by_one_kernel_as_by_copies or one-row-contiguous-1-False'",
     "sums": "tests/comm/test_gpu_peer.py -k 'memory_gives and one-row and 64 and (None or -1)'",
     "mixer decode": "tests/mamba/test_mamba_decode.py -k 'convolution and 3 or no_prompt'",

@@ -17,7 +17,8 @@ import thdattn
 from thdattn.__main__ import main
 from thdattn.cli import advise, options
 from thdattn.costs import model
-from thdattn.costs.model import BESIDE, Both, Rates, Shape, Way, compared, cost, recommended
+from thdattn.costs.measure import measured
+from thdattn.costs.model import BESIDE, H200, Both, Rates, Shape, Way, compared, cost, recommended
 from thdattn.methods import group_cast
 
 LENGTHS = (90, 7, 0, 61, 33, 1, 25, 130)
@@ -361,3 +362,26 @@ def test_a_thousand_ranks_are_compared_in_seconds(capsys):
                  "160000,60000,12x30000,100x2000,200x700"]) == 0  # fmt: skip
     assert time.process_time() - begin < 10
     assert "recommended: a2a+all_gather (8 neighbours), balanced" in capsys.readouterr().out
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_kernels_are_timed_and_the_rest_is_that_of_h200():
+    rates = measured(thdattn.comm.init("single"), [2048, 0, 1000], Shape(8, 2))
+    assert rates.forward > 1e12 and rates.backward > 1e12  # a CPU does not reach it
+    assert rates._replace(forward=H200.forward, backward=H200.backward) == H200
+
+
+@pytest.mark.gpu
+def test_the_command_measures_on_the_gpu(capsys):
+    status, text, errors = run(capsys, "--lengths", "4x1000", "--heads", 8, "--kv-heads", 2, "--ranks", 4, "--measure")
+    assert (status, errors) == (0, "") and "TFLOP/s backward (measured)" in text and len(table(text)) == 7
+
+
+@pytest.mark.gpu
+def test_memory_counts_what_kernels_of_the_gpu_take():
+    batch, way = thdattn.PackedBatch.from_lengths([3000, 500]), Way("all_gather", "balanced")
+    gpu, host = (cost(batch, 4, Shape(8, 2, engine=engine), way).memory for engine in ("cuda", "reference"))
+    assert gpu > host

@@ -30,6 +30,16 @@ def test_levels_keep_the_contract(grid):
 
 
 @grids
+def test_ranks_are_numbered_as_those_of_the_comm_that_was_split(grid):
+    def program(comm):
+        levels = levels_of(comm, grid[0])
+        return (levels.rank, levels.size, levels._gather_values(comm.rank))
+
+    everyone = list(range(grid[0] * grid[1]))
+    assert thdattn.comm.run_local(len(everyone), program) == [(r, len(everyone), everyone) for r in everyone]
+
+
+@grids
 def test_foreign_rows_are_received_once(grid):
     def program(levels):
         levels.all_gather(np.zeros((5, 2), np.float32), np.zeros((5 * levels.size, 2), np.float32))

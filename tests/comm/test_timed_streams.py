@@ -1,24 +1,31 @@
-"""Timelines of GPUs: which stream has the events around each launch, copy and collective, and in which order."""
+"""Streams of GPUs beside kernels: where the events of a timeline are, and which waits the watchdog finds."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
+import fake_nccl
 import numpy as np
 import pytest
-
-pytest.importorskip("cupy")
-
-import fake_nccl
 from fake_gpus import Machine, installed
 from fake_mpi import World
 from peer_programs import HEADS, WIDTH, Pack, Program, machine_of
 
 import thdattn
 from thdattn import spans, timeline
+from thdattn.comm import nccl
+from thdattn.comm.failures import watchdog
 from thdattn.comm.peer import transport as peer
+
+pytest.importorskip("cupy")
+
+
 
 GROUPS = 1, 1, 2
 
@@ -136,3 +143,44 @@ def test_a_capture_on_one_rank_is_an_error_on_all_ranks(monkeypatch):
             pytest.fail("it began")
 
     thdattn.comm.run_local(2, program)
+
+
+# --- watched streams ---------------------------------------------------------------------------------------------
+
+
+pytest.importorskip("cupy")
+
+
+
+
+def waits(monkeypatch, ranks, cliques, call):
+    """What the watchdog finds when these ranks of two have made a call, whose arrivals they have not asked for."""
+    monkeypatch.setattr(watchdog, "_watchdog", watchdog._Watchdog())
+    monkeypatch.setattr(nccl, "_lanes", {})
+    with machine_of(2, 0) as machine:
+
+        def write(stream, address, number, flags):
+            place = ctypes.c_uint32.from_address(address)
+            machine.streams[stream].put(lambda reached: setattr(place, "value", number))
+            return 0
+
+        monkeypatch.setattr(nccl, "_stream_writes", lambda: write)
+        cupy = sys.modules["cupy"]
+        cupy.cuda.alloc_pinned_memory = bytearray
+        for rank in ranks:
+            watch = watchdog.Watch(f"rank {rank}", 3.0, None)
+            program = Program(machine, rank, cliques)
+            comm = SimpleNamespace(_cupy=cupy, _gpu=0, _watch=watch)
+            program.memory.wait_within(watch.waiting, partial(nccl.NcclComm._watched_stream, comm))
+            call(program)
+        with contextlib.suppress(AssertionError):  # streams wait for ever
+            machine.run()
+    return [operation.what for operation, _ in watchdog._watchdog.waits()]
+
+
+@pytest.mark.parametrize("call", [gather, exchange, add])
+@pytest.mark.parametrize("by_nccl", [False, True], ids=["peer", "nccl"])
+def test_what_waits_beside_kernels_is_watched_before_a_kernel_needs_it(monkeypatch, by_nccl, call):
+    cliques = [fake_nccl.Clique(2) for _ in range(2 * by_nccl)]
+    assert waits(monkeypatch, [1], cliques, call) == ["exchange beside kernels"]
+    assert waits(monkeypatch, [0, 1], [fake_nccl.Clique(2) for _ in cliques], call) == []

@@ -65,6 +65,11 @@ def test_damaged_file_is_no_kernel_and_is_deleted(damage, filled, caplog):
     assert "a.cubin of the kernel cache is deleted: it is damaged" in caplog.text
 
 
+def test_kernel_under_the_name_of_another_is_no_kernel(filled):
+    (filled / NAME).rename(filled / "b.cubin")
+    assert kernel_cache.read("b.cubin") is None
+
+
 @pytest.mark.parametrize("bits", [0o020, 0o002])
 def test_file_that_others_may_write_to_is_deleted(bits, filled, caplog):
     (filled / NAME).chmod(0o600 | bits)
