@@ -118,9 +118,11 @@ def one_gpu(cupy, tmp_path_factory):
 
 @pytest.mark.parametrize(("ranks", "words"), [
     (2, {"sharding": "balanced"}), (2, {"cp_comm_type": "a2a"}), (2, {"cp_comm_type": "p2p"}),
+    (2, {"cp_comm_type": "p2p", "cuda_graph_impl": "full_iteration"}),
     *((2, {"sharding": "balanced", "cuda_graph_impl": impl}) for impl in ("local", "full_iteration")),
     (4, {"sharding": "balanced"}), (4, {"cp_comm_type": "a2a"}),
-    (4, {"cp_comm_type": "a2a+all_gather", "cp_inner": 2, "sharding": "balanced"}),
+    *((4, {"cp_comm_type": "a2a+all_gather", "cp_inner": 2, "sharding": "balanced", "cuda_graph_impl": impl})
+      for impl in ("none", "local")),
     (4, {"cp_comm_type": "a2a+all_gather", "cp_inner": 2, "cuda_graph_impl": "full_iteration"}),
     (4, {"cp_comm_type": "a2a+p2p", "cp_inner": 2}),
 ])  # fmt: skip

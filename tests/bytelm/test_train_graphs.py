@@ -51,13 +51,13 @@ class Case(NamedTuple):
     engine: str = "reference"
 
 
-LEVELS = Layout(4, Method("a2a+all_gather", "dual_chunk", 2))
+LEVELS, RING = Layout(4, Method("a2a+all_gather", "balanced", 2)), Layout(2, Method("p2p", "balanced"))
 ON_HOST = [
     *((Layout(1), way) for way in EVERY_WAY), (Layout(1, A2A, config=HYBRID), {"impl": "local", "modules": ("mamba",)}),
     *((Layout(4, cp_size=2), way) for way in WHOLE),
     *((Layout(2, Method("all_gather", "balanced")), way) for way in WHOLE),
 ]  # fmt: skip
-MORE_ON_HOST = itertools.product([Layout(2, cp_size=1), Layout(1, A2A, config=HYBRID), LEVELS], WHOLE)
+MORE_ON_HOST = itertools.product([Layout(2, cp_size=1), Layout(1, A2A, config=HYBRID), LEVELS, RING], WHOLE)
 ON_GPU = {
     "one": Case(TINY, {}, 200, 1, None), "two": Case(TINY, {}, 40, 2, None), "some-one": Case(TINY, {}, 200, 1, mode),
     "some-one-pools": Case(TINY, {}, 200, 1, mode, single_pool=False),
