@@ -43,18 +43,18 @@ def draw(path: Path) -> None:
     figure.legend(handles=[
         Patch(color="#555555", label="rows that the rank owns: it has their q, k, v, out and gradients"),
         Patch(color="#555555", alpha=PALE, label="rows of other ranks: it gathers their k and v"),
-    ], loc="lower left", bbox_to_anchor=(0.055, 0), frameon=False, fontsize=10)  # fmt: skip
+    ], loc="lower left", bbox_to_anchor=(0.055, 0), frameon=False, fontsize=10)
     figure.savefig(path, dpi=200)
 
 
 def draw_pack(axes: Any, batch: thdattn.PackedBatch) -> None:
     """Draw the documents, one behind the other."""
     axes.set_title(f"The pack: {batch.num_seqs} documents in one buffer of {batch.total_rows:,} rows, one row a token",
-                   fontsize=11, loc="left", weight="bold")  # fmt: skip
+                   fontsize=11, loc="left", weight="bold")
     for document, (begin, length) in enumerate(zip(batch.cu_seqlens_padded.tolist(), LENGTHS, strict=False)):
         axes.broken_barh([(begin, length)], (-0.45, 0.9), facecolors=COLOURS[document], edgecolor="white")
         axes.text(begin + length / 2, 0, "ABCDEF"[document], ha="center", va="center", weight="bold", fontsize=11,
-                  color="white" if document in DARK else "black")  # fmt: skip
+                  color="white" if document in DARK else "black")
     clean(axes)
     axes.set_yticks([])
 
@@ -67,9 +67,9 @@ def draw_ranks(axes: Any, batch: thdattn.PackedBatch, sharding: thdattn.Sharding
             rows = slice(start, start + LENGTHS[document])
             for mask, opacity in ((own, 1.0), (gathered, PALE)):
                 axes.broken_barh(runs(mask[rows], start), (rank - 0.4, 0.8), facecolors=COLOURS[document],
-                                 alpha=opacity)  # fmt: skip
+                                 alpha=opacity)
         axes.text(batch.total_rows * 1.012, rank, f"owns {own.sum():,} rows\ngathers {gathered.sum():,}",
-                  va="center", fontsize=9, linespacing=1.3)  # fmt: skip
+                  va="center", fontsize=9, linespacing=1.3)
     clean(axes)
     axes.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)], fontsize=10)
     axes.invert_yaxis()
@@ -103,7 +103,7 @@ def draw_moves(axes: Any) -> None:
     for line, (colour, text) in enumerate((
         (FORWARD, "forward: an owner sends k and v\nto the ranks whose queries see them"),
         (BACKWARD, "backward: they send their parts of dk\nand dv back; the owner adds them up"),
-    )):  # fmt: skip
+    )):
         axes.text(8900, 0.02 + 0.98 * line, text, color=colour, fontsize=10, va="center", linespacing=1.35)
 
 

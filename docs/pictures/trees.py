@@ -56,7 +56,7 @@ def draw_tree(axes: Any) -> None:
             axes.plot(*zip((column, height), PLACES[PARENTS[node]], strict=True), color="#555555", zorder=1)
         axes.text(column, height, f"{NAMES[node]}\n{LENGTHS[node]} tokens", ha="center", va="center", fontsize=10,
                   color="white" if node in DARK else "black",
-                  bbox={"boxstyle": "round,pad=0.4", "facecolor": COLOURS[node], "edgecolor": "white"})  # fmt: skip
+                  bbox={"boxstyle": "round,pad=0.4", "facecolor": COLOURS[node], "edgecolor": "white"})
     axes.set(xlim=(-0.6, 2.4), ylim=(-0.8, 3.6))
     axes.axis("off")
 

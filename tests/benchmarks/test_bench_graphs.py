@@ -34,12 +34,12 @@ def draw_inputs(case, num_rows):
 def test_every_way_of_an_attention_and_of_a_mixer_runs_and_is_checked(monkeypatch):
     comm = on_host(monkeypatch)
     layers = [bench_graphs.Layer(comm, bench_graphs.Case("2x12", (12, 12), 2, 1, 16, 16)),
-              bench_graphs.MixerLayer(comm, bench_graphs.MixerCase("2x12", (12, 12), 4, 8, 8))]  # fmt: skip
+              bench_graphs.MixerLayer(comm, bench_graphs.MixerCase("2x12", (12, 12), 4, 8, 8))]
     for layer in layers:
         made = [*bench_graphs.layer_rows(comm, layer, 1)]
         assert [row["way"] for row in made] == ["eager", "eager_static", "local", "local_copied", "full_iteration"]
         assert made[0]["kv_heads"] == ("1" if layer is layers[0] else "mixer") and bool(made[0]["tflops"]) == (
-            layer is layers[0])  # fmt: skip
+            layer is layers[0])
         wanted = layer.both(layer.given, layer.dout, layer.exact)
         wrong = [wanted[0] * wanted[0].dtype.type(2), *wanted[1:]]
         with pytest.raises(RuntimeError, match=r"2x12 local: d.* is off by"):

@@ -54,7 +54,7 @@ def test_float64_of_the_scan_is_that_of_a_mixer_whose_convolution_makes_those_ch
     shape, weights = TOY.shape, toy.weights
     alone = replace(TOY, conv_width=1)
     ones = weights._replace(conv_weight=np.ones((shape.channels, 1), np.float32),
-                            conv_bias=np.zeros(shape.channels, np.float32))  # fmt: skip
+                            conv_bias=np.zeros(shape.channels, np.float32))
     inputs = toy._replace(weights=ones)
     xbc = shape.parts(toy.zxbcdt)[1].astype(np.float64)
     share = 1 / (1 + np.exp(-xbc))
@@ -127,7 +127,7 @@ def test_peers_that_fail_are_named_and_leave_blanks(on_host, monkeypatch, capsys
     monkeypatch.setitem(bench_mamba.PEERS["mixer"], "mamba_ssm", Missing)
     monkeypatch.setattr(bench_mamba, "cupy", np)
     monkeypatch.setattr(bench_mamba, "race", lambda case, peers, direction, rounds, flops: {
-        (name, direction, how): record.timed([2.0]) for name in peers for how in record.TIMINGS})  # fmt: skip
+        (name, direction, how): record.timed([2.0]) for name in peers for how in record.TIMINGS})
     measured = bench_mamba.bench(TOY, "mixer", [OURS, "mamba_ssm"], 1)
     assert "toy mixer mamba_ssm: ImportError: no module named mamba_ssm" in capsys.readouterr().err
     assert measured[OURS, "forward", "graph"]["ms"] == "2.00000" and measured["mamba_ssm", "backward", "called"] == {}

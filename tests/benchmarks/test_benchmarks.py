@@ -166,7 +166,7 @@ def bench(clock, monkeypatch):
     def draw_inputs(case):
         rng = np.random.default_rng(0)
         widths = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim),
-                  (case.heads, case.v_head_dim))  # fmt: skip
+                  (case.heads, case.v_head_dim))
         return [rng.standard_normal((case.total_tokens, *width)).view(OnHost) for width in widths]
 
     FakePeer.clock, FakePeer.graphs = clock, []

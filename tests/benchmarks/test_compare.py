@@ -104,7 +104,7 @@ def test_float64_answer_is_the_oracles(case, at_once, monkeypatch):
     monkeypatch.setattr(accuracy, "SCORES", at_once)
     rng = np.random.default_rng(0)
     widths = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim),
-              (case.heads, case.v_head_dim))  # fmt: skip
+              (case.heads, case.v_head_dim))
     rows = case.total_tokens, case.total_keys, case.total_keys, case.total_tokens
     inputs = [rng.standard_normal((num_rows, *width)) for num_rows, width in zip(rows, widths, strict=True)]
     wanted = oracle.packed_attention(case.batch(), *inputs, causal=case.causal, window=case.window,

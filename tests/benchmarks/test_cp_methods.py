@@ -20,12 +20,12 @@ def layer_of(comm, case, method):
     inner = cp_methods.INNER
     groups = (comm.split(comm.rank // inner), comm.split(comm.rank % inner)) if method.two_levels else (comm,)
     attention = case.attention("reference", comm=groups if method.two_levels else comm,
-                               cp_comm_type=method.cp_comm_type)  # fmt: skip
+                               cp_comm_type=method.cp_comm_type)
     plan = attention.plan(method.padded(case, comm.size), method.sharding)
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((plan.local_rows, heads, width), np.float32).astype(attention.dtype)
                      for heads, width in ((case.heads, case.head_dim), (case.kv_heads, case.head_dim),
-                                          (case.kv_heads, case.v_head_dim), (case.heads, case.v_head_dim)))  # fmt: skip
+                                          (case.kv_heads, case.v_head_dim), (case.heads, case.v_head_dim)))
     counts = [sum(group.received_bytes for group in groups)]
     out, saved = attention.forward(q, k, v, plan)
     counts.append(sum(group.received_bytes for group in groups))
@@ -84,6 +84,6 @@ def test_what_is_recommended_takes_hardly_longer_than_the_fastest_that_was_measu
     case = cp_cases(size)[name]
     shape = model.Shape(case.heads, case.kv_heads, case.head_dim)
     found = [model.cost(method.padded(case, size), size, shape, model.Way(*method, 1 + method.two_levels))
-             for method in ms]  # fmt: skip
+             for method in ms]
     way = model.recommended(sorted(found, key=lambda cost: cost.seconds.total)).way
     assert ms[Method(*way[:2])] < 1.05 * min(ms.values())

@@ -56,7 +56,7 @@ def test_a_chart_is_drawn_with_its_numbers(tmp_path):
 def cells(parts, first):
     """Return the cells of the lines that begin with a cell, over all tables."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for part in parts for line in part.splitlines()
-             if line.startswith("|")]  # fmt: skip
+             if line.startswith("|")]
     return [line[1:] for line in lines if line[0] == first]
 
 
@@ -70,7 +70,7 @@ def row(case, peer, direction, timing, tflops="", **more):
         "heads": str(known.heads), "kv_heads": str(known.kv_heads), "head_dim": str(known.head_dim),
         "v_head_dim": str(known.v_head_dim), "total_tokens": str(known.total_tokens), "peer_version": "1.0",
         "case": case, "peer": peer, "direction": direction, "timing": timing,
-    } | columns | more  # fmt: skip
+    } | columns | more
 
 
 def both(case, peer, forward, backward, timing="graph"):
@@ -83,21 +83,21 @@ def test_the_portable_kernels_are_beside_flashattention_2_alone_and_have_their_o
     rows += [row("64x256", "portable", "dq", record.ERRORS, rms="3e-3")]
     assert cells(tables.attention(rows), "64x256") == [
         ["16/16 x 128", "400 / 300", "250 / 80.0", "1.60 / 3.75", "-"],
-        ["200 / 100 (3.00)", "250 / 80.0", "0.800 / 1.25"], ["200 / 100", "200 / 50.0"]]  # fmt: skip
+        ["200 / 100 (3.00)", "250 / 80.0", "0.800 / 1.25"], ["200 / 100", "200 / 50.0"]]
 
 
 def test_logits_are_compared_with_attention_without_sinks_and_softcap():
     times = {"ours": (1.0, 2.0), "low": (1.4, 2.5)}
     rows = [{"case": "x", "peer": peer, "direction": way, "timing": "called", "ms": str(ms)}
-            for peer, found in times.items() for way, ms in zip(record.DIRECTIONS, found, strict=True)]  # fmt: skip
+            for peer, found in times.items() for way, ms in zip(record.DIRECTIONS, found, strict=True)]
     rows += [{"case": "x", "peer": peer, "direction": name, "timing": record.ERRORS, "rms": "2e-3"}
-             for peer in times for name in tables.RESULTS]  # fmt: skip
+             for peer in times for name in tables.RESULTS]
     assert cells(tables.logits(rows), "x") == [
-        ["1.40 / 1.25"], ["neither", *["2.00"] * 4], ["softcap 5", *["2.00"] * 4]]  # fmt: skip
+        ["1.40 / 1.25"], ["neither", *["2.00"] * 4], ["softcap 5", *["2.00"] * 4]]
     names = {"ours": "portable", "low": "portable-softcap"}
     others = [*(row | {"peer": names[row["peer"]]} for row in rows), *(row | {"case": "y"} for row in rows)]
     assert cells(tables.logits(rows + others), "x")[3:] == [
-        ["1.40 / 1.25"], ["neither", *["2.00"] * 4], ["softcap 50", *["2.00"] * 4]]  # fmt: skip
+        ["1.40 / 1.25"], ["neither", *["2.00"] * 4], ["softcap 50", *["2.00"] * 4]]
     assert len(cells(tables.logits(rows + others), "y")) == 3, "the portable kernels were not timed on it"
 
 
@@ -107,7 +107,7 @@ def test_groups_methods_and_shardings_are_named_where_they_are_not_usual():
     others = [
         usual | {"sharding": "balanced"}, usual | {"cp_comm_type": "a2a", "sharding": "contiguous"},
         usual | {"cp_comm_type": "p2p"}, usual | {"cp_comm_type": "a2a+all_gather of 2", "cp": "2"},
-    ]  # fmt: skip
+    ]
     assert [tables.gpus(one) for one in (two, usual, *others)] == [
         "2", "4", "4, balanced", "4, a2a", "4, p2p", "2 x 2, a2a+all_gather of 2"]
     assert tables.tokens_per_step(two | {"ranks": "4", "cp": "2"}) == 262_144

@@ -85,7 +85,7 @@ def test_record_names_what_failed_and_why_others_were_skipped(tmp_path):
     assert run["failed_tests"] == ["test_one.py::test_breaks", "test_one.py::test_counts[2]"]
     assert run["skipped_tests"] == {
         "needs 4 GPUs": {"test_one.py::test_skips": 2}, "needs a GPU": {"test_one.py::test_marked": 1},
-    }  # fmt: skip
+    }
     assert run["files"]["test_one.py"] | {"seconds": 0} == {"passed": 2, "failed": 2, "skipped": 3, "seconds": 0}
     assert run["files"]["test_two.py"]["passed"] == 1
     assert 0.2 <= run["files"]["test_two.py"]["seconds"] < 5

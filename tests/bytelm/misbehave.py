@@ -27,7 +27,7 @@ accident, rank, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.argv[1:4] = []
 counts = dict.fromkeys(("step", "validation", "in step", "in validation"), 0)
 WHEN = {"amid": {"step": number, "in step": 2}, "validating": {"validation": number, "in validation": 1},
-        "fail": {"step": number}}  # fmt: skip
+        "fail": {"step": number}}
 whole_train = train.train
 
 

@@ -23,7 +23,7 @@ MODEL = replace(SIZES["tiny"], heads=4, kv_heads=2, head_dim=16, width=32, hidde
 EVERY_WAY = [
     {"impl": "local"}, {"impl": "local", "modules": ("attn",)}, {"impl": "local", "modules": ("mlp",)},
     {"impl": "full_iteration"},
-]  # fmt: skip
+]
 
 
 def ways_of(config: Config) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def trainer(
     """Return a trainer of the tiny model; graphs: fields of CudaGraphConfig."""
     grid = Grid.of(comm, cp_size, method.inner)
     return Trainer(grid, config, engine, method.sharding, 0, CudaGraphConfig(**graphs), deterministic,
-                   method.cp_comm_type)  # fmt: skip
+                   method.cp_comm_type)
 
 
 def num_wanted(way: dict[str, Any], config: Config) -> int:

@@ -48,7 +48,7 @@ def test_a_percentile_is_as_many_slots_as_so_many_packs_need(monkeypatch):
     batches = data.micro_batches(documents, packing, 0, data.Position(0, 0))
     counts = [next(batches).batch.num_seqs for _ in range(bench_bytelm.PACKS)]
     slots = {name: bench_bytelm.with_maximum(graphs, name, documents, packing).max_packed_seqs
-             for name in ("", "3", "P50", "P100")}  # fmt: skip
+             for name in ("", "3", "P50", "P100")}
     assert (slots[""], slots["3"], slots["P100"]) == (7, 3, max(counts))
     assert sum(n > slots["P50"] for n in counts) <= 10 < sum(n >= slots["P50"] for n in counts) + 1
 
@@ -75,7 +75,7 @@ def test_medians_of_measured_steps_are_those_of_their_marks(size):
 @pytest.mark.parametrize("options", [
     ["--size", "tiny-hybrid", "--every-graph"],
     ["--size", "tiny", "--cuda-graph-impl", "local", "--accumulate", "2", "--maxima", "1", "P100"],
-])  # fmt: skip
+])
 def test_every_configuration_has_a_row_with_its_columns(options, monkeypatch):
     """On the host, where nothing is captured."""
     program = ["bench_bytelm.py", *options, "--tokens", "64", "--warm-up", "1", "--steps", "2"]

@@ -91,7 +91,7 @@ def test_a_folder_without_documents_is_named(tmp_path, make, message):
     ('["a", "b"]', "it is no object"), ('{"prompt": "a"}', "its keys are 'prompt'"), ("{}", "its keys are none"),
     ('{"prompt": "a", "answer": 3}', "its texts are no strings"), ("prompt", "Expecting value"),
     ('{"prompt": "a", "answer": "\\ud800"}', "surrogates not allowed"), (b"\xff\xff\xff", "can't decode"),
-])  # fmt: skip
+])
 def test_a_line_that_is_no_dialogue_is_named(tmp_path, line, why):
     folder = write_dialogues(tmp_path / "texts", DIALOGUES)
     (folder / "b.jsonl").write_bytes(b"\n" + (line if isinstance(line, bytes) else line.encode()))
@@ -159,12 +159,12 @@ def texts(request, folder, tmp_path):
         return documents, {document.name: (document.path.read_bytes(), 0) for document in documents}
     documents = data.find_dialogues(write_dialogues(tmp_path / "texts", DIALOGUES))
     return documents, {f"a.jsonl:{number}": ((prompt + answer).encode(), len(prompt.encode()))
-                       for number, (prompt, answer) in enumerate(DIALOGUES, 1)}  # fmt: skip
+                       for number, (prompt, answer) in enumerate(DIALOGUES, 1)}
 
 
 @pytest.mark.parametrize("packing", [
     Packing(17, 1, 17), Packing(100, 4, 1), Packing.of(64, 2, "dual_chunk", 20), Packing.of(1000, 1, "contiguous"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_an_epoch_has_every_target_once_and_splits_only_what_is_too_long(texts, packing):
     """The inputs are EOD and the bytes. The targets are the bytes but for a prompt, and EOD."""
     documents, wanted = texts
@@ -234,7 +234,7 @@ def test_groups_get_even_work_and_steps_keep_their_documents(tmp_path):
 
     def busiest(step):
         work = [sum((piece.end - piece.begin) ** 2 for batch in step[group::2] for piece in batch.pieces)
-                for group in (0, 1)]  # fmt: skip
+                for group in (0, 1)]
         return max(work) / np.mean(work)
 
     before = list(itertools.islice(data.micro_batches(documents, packing, 0, Position(0, 0)), 43))

@@ -34,7 +34,7 @@ def test_demo_keeps_its_model_draws_its_curve_and_prints_a_command_that_works(tm
     pasted = re.findall(r"^    (PYTHONPATH=.*)$", run.stdout, re.MULTILINE)[0]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     again = subprocess.run(["sh", "-c", pasted], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
-                           check=False)  # fmt: skip
+                           check=False)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("--- after step 5\ndef ") == 3
 

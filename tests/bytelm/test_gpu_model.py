@@ -31,7 +31,7 @@ ROWS = (0, 1, 37, 3000)  # 3000: blocks that stride come round again
 HEADS_OF_64 = Config(layers=3, width=128, heads=4, kv_heads=2, head_dim=64, hidden=192, window=6)
 HEADS_OF_128 = Config(layers=2, width=256, heads=2, kv_heads=2, head_dim=128, hidden=320, tied=True)
 HYBRID = Config(layers=3, width=128, heads=4, kv_heads=2, head_dim=64, hidden=192, pattern="M*M", mixer_heads=8,
-                mixer_groups=2, state_dim=64)  # fmt: skip
+                mixer_groups=2, state_dim=64)
 TEXT = Text.random((300, 0, 1, 129, 0, 77, 640))
 
 rng = np.random.default_rng(0)
@@ -326,7 +326,7 @@ WAYS_OF_RANKS = [(1, "dual_chunk"), (2, "dual_chunk"), (4, "dual_chunk"), (4, "c
 
 @pytest.mark.parametrize(("config", "ways"), [
     (HEADS_OF_64, WAYS_OF_RANKS), (HEADS_OF_128, WAYS_OF_RANKS), (HYBRID, [(n, "contiguous") for n in (1, 2, 4)]),
-], ids=["64", "128", "hybrid"])  # fmt: skip
+], ids=["64", "128", "hybrid"])
 def test_model_errs_no_more_than_twice_as_much_as_plain_bfloat16(config, ways):
     weights = busy_weights(config)
     truth = run(TEXT, config, weights=weights, engine="reference", dtype="float64")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 HEADS_OF_64 = Config(layers=3, width=128, heads=4, kv_heads=2, head_dim=64, hidden=192, window=6)
 HEADS_OF_128 = Config(layers=2, width=256, heads=2, kv_heads=2, head_dim=128, hidden=320, tied=True)
 HYBRID = Config(layers=4, width=128, heads=4, kv_heads=2, head_dim=64, hidden=192, pattern="M*MM", mixer_heads=8,
-                mixer_groups=2, state_dim=64)  # fmt: skip
+                mixer_groups=2, state_dim=64)
 CONFIGS = {"64": HEADS_OF_64, "128": HEADS_OF_128, "hybrid": HYBRID}
 PROMPTS = [b"import os", b"", b"x", b"class Error(Exception):\n" * 40]
 NUM_BYTES = 150

@@ -68,7 +68,7 @@ def test_tiny_model_reaches_the_curve_of_the_cpu(cupy, tmp_path):
       for impl in ("none", "local", "full_iteration")),
     (1, HYBRID), (2, HYBRID), (2, {"cp_comm_type": "all_gather", "cuda_graph_impl": "local", **HYBRID}),
     (4, {"cuda_graph_impl": "full_iteration", **HYBRID}),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_gpus_train_as_one_rank_on_the_cpu_does(cupy, tmp_path, on_the_cpu, ranks, words):
     """Their groups compute the micro-batches of a step one after another, or side by side. The norm tells their scale.
 
@@ -113,7 +113,7 @@ def one_gpu(cupy, tmp_path_factory):
     """Run on one GPU: rule for lengths -> losses."""
     folder = tmp_path_factory.mktemp("one")
     return {sharding: losses_of_many_heads(1, folder / sharding, sharding=sharding)[0]
-            for sharding in ("dual_chunk", "contiguous")}  # fmt: skip
+            for sharding in ("dual_chunk", "contiguous")}
 
 
 @pytest.mark.parametrize(("ranks", "words"), [
@@ -125,7 +125,7 @@ def one_gpu(cupy, tmp_path_factory):
       for impl in ("none", "local")),
     (4, {"cp_comm_type": "a2a+all_gather", "cp_inner": 2, "cuda_graph_impl": "full_iteration"}),
     (4, {"cp_comm_type": "a2a+p2p", "cp_inner": 2}),
-])  # fmt: skip
+])
 def test_every_method_trains_as_one_gpu_does(cupy, tmp_path, one_gpu, ranks, words):
     gpus(cupy, ranks)
     found, said = losses_of_many_heads(ranks, tmp_path / "run.jsonl", **words)

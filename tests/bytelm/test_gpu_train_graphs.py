@@ -104,7 +104,7 @@ def test_the_memory_of_graphs_is_counted_until_they_are_closed(cupy, comm, dual)
     (2, True, "all_gather:balanced", "tiny"), (2, False, "all_gather:balanced", "tiny"),
     (2, True, "a2a", "tiny"), (2, False, "a2a", "tiny"), (2, True, "a2a+all_gather", "tiny"),
     (2, True, "a2a", "tiny-hybrid"), (1, False, "a2a", "tiny-hybrid"),
-])  # fmt: skip
+])
 def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_size, keep_keys, method, size):
     """Two GPUs are one group that shares each micro-batch, or two groups that have one each."""
     gpus(cupy, 2)

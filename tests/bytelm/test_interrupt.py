@@ -24,7 +24,7 @@ def running(ranks, words):
     launcher = [*launch.mpiexec(ranks), sys.executable, "-m", "mpi4py"] if ranks > 1 else [sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE)}
     with subprocess.Popen([*launcher, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, start_new_session=True) as process:  # fmt: skip
+                          text=True, start_new_session=True) as process:
         try:
             yield process
         finally:

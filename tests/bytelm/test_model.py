@@ -46,7 +46,7 @@ def assert_same(actual, expected, config=SMALL):
 
 @pytest.mark.parametrize("config", [
     HYBRID, *(replace(SMALL, tied=tied, window=window) for tied in (False, True) for window in (0, 6)),
-], ids=["hybrid", "full", "window", "tied-full", "tied-window"])  # fmt: skip
+], ids=["hybrid", "full", "window", "tied-full", "tied-window"])
 def test_gradient_is_that_of_finite_differences(config):
     model = single(config, dtype="float64")
     rng = np.random.default_rng(2)
@@ -80,12 +80,12 @@ def test_packed_documents_give_what_they_give_one_by_one(config):
     assert_same(outcome(config=config), replace(
         alone[0], loss=sum(x.loss for x in alone), gradients=[np.sum([x.gradient for x in alone], axis=0)],
         logits=[x.logits[0] for x in alone],
-    ), config)  # fmt: skip
+    ), config)
 
 
 @pytest.mark.parametrize(("config", "options"), [
     (SMALL, {"sharding": "dual_chunk"}), (SMALL, {"sharding": "contiguous"}), (HYBRID, {"cp_comm_type": "a2a"}),
-])  # fmt: skip
+])
 def test_what_padding_holds_changes_no_bit(config, options):
     zeros, others = (outcome(config=config, cp_size=2, padding=x, slack=7, **options) for x in (0, 99))
     assert others.loss == zeros.loss
@@ -103,7 +103,7 @@ def test_loss_is_the_mean_of_minus_log_probabilities():
 
 @pytest.mark.parametrize(("config", "last"), [
     (replace(SMALL, window=0), None), (SMALL, None), (HYBRID, None), (replace(SMALL, layers=1), 20 + SMALL.window),
-], ids=["full", "window", "hybrid", "windowed layer"])  # fmt: skip
+], ids=["full", "window", "hybrid", "windowed layer"])
 def test_logits_depend_on_earlier_bytes_of_the_document_alone(config, last):
     """Logits of a single layer with a window depend on the bytes in it."""
     changed = Text([x.copy() for x in TEXT.inputs], TEXT.targets)
@@ -295,7 +295,7 @@ def test_steps_are_those_of_adamw(length):
 @pytest.mark.parametrize(("config", "matrices"), [
     (SMALL, {"embedding", "head", "qkv", "out", "gate_up", "down"}),
     (HYBRID, {"embedding", "head", "zxbcdt", "conv_weight", "qkv", "out", "gate_up", "down"}),
-], ids=["attention", "hybrid"])  # fmt: skip
+], ids=["attention", "hybrid"])
 def test_only_matrices_decay(config, matrices):
     model = new_model(config)
     model.weights[...] = 2

@@ -82,7 +82,7 @@ def test_loss_and_gradient_are_those_of_answers_alone_on_any_ranks(tmp_path):
 @pytest.mark.parametrize("way", [{}, *EVERY_WAY], ids=way_id)
 @pytest.mark.parametrize(("engine", "ranks", "cp_size"), [
     ("reference", 1, 1), ("reference", 2, 1), pytest.param("cuda", 1, 1, marks=pytest.mark.gpu),
-])  # fmt: skip
+])
 def test_a_step_of_prompts_alone_has_no_gradient(tmp_path, engine, ranks, cp_size, way):
     """Pieces of a prompt that is longer than a micro-batch: loss and gradient are exactly 0, and finite."""
     folder = write_dialogues(tmp_path / "texts", [("", "a"), ("q" * 2000, "b" * 40)])
@@ -111,7 +111,7 @@ def test_one_rank_and_two_train_the_same_model_on_answers(tmp_path, monkeypatch)
     for ranks in (1, 2):
         metrics = tmp_path / f"{ranks}"
         trained(monkeypatch, ranks, *small(folder, mask_prompt=True, metrics=metrics, sharding="dual_chunk",
-                                           engine="reference", steps=20))  # fmt: skip
+                                           engine="reference", steps=20))
         assert all(line["padding"] < 0.6 for line in lines_of(metrics) if "loss" in line), "prompts are no padding"
         found = validations(metrics)
         assert found[-1] < 0.5 * found[0] and len(losses(metrics)) == 20

@@ -64,7 +64,7 @@ def order_of_work(cp_size):
 @pytest.mark.parametrize(("cp_size", "forward", "again"), [
     (1, ["q, k, v", "forward"], []), (2, ["k, v", "gather", "q", "forward"], []),
     (4, ["k, v", "gather", "q", "forward"], ["gather"]),
-])  # fmt: skip
+])
 def test_what_travels_is_started_early_and_asked_for_late(cp_size, forward, again):
     """On 4 ranks the keys of all ranks are too many to be kept: they come again, during the mlp's backward."""
     backward = [*again, "swiglu_backward", "dq", "linear_backward_weight", "dk, dv"]
@@ -73,7 +73,7 @@ def test_what_travels_is_started_early_and_asked_for_late(cp_size, forward, agai
 
 @pytest.mark.parametrize(("modules", "num_gathers", "crossed"), [
     ((), 2, set()), (("attn",), 1, set()), (("mlp",), 2, {"mlp, backward"}), (("attn", "mlp"), 1, set()),
-])  # fmt: skip
+])
 def test_keys_on_their_way_neither_leave_nor_enter_a_graph(documents, monkeypatch, modules, num_gathers, crossed):
     """A captured stream has to be joined, and cannot wait for what began before the capture."""
     started, beyond = defaultdict(list), set()  # by rank's thread; functions that ran while keys were on their way

@@ -99,7 +99,7 @@ def options_of(documents, folder, grid, **changed):
     ("1", "amid", 3, 2, True, 2), ("2", "validating", 3, 4, False, 1),
     *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in (
         ("2", "amid", 3, 2, True, 2), ("2", "early", 0, 0, False, 0), ("2 in groups of 1", "amid", 3, 3, True, 0))),
-])  # fmt: skip
+])
 def test_a_signal_to_one_process_ends_all_and_the_resumed_run_is_the_uninterrupted_one(
     documents, tmp_path, monkeypatch, capsys, grid, accident, number, step, validated, micro_batches
 ):

@@ -47,7 +47,7 @@ def alone(documents, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for size in ("tiny", "tiny-hybrid"):
             trained(patch, 1, *small(documents, metrics=folder / size, sharding="contiguous", size=size,
-                                     engine="reference", steps=6))  # fmt: skip
+                                     engine="reference", steps=6))
     return folder
 
 
@@ -55,7 +55,7 @@ def alone(documents, tmp_path_factory):
     (4, {"cp": 2, "accumulate": 1, "cp_comm_type": "a2a+all_gather", "sharding": "balanced"}, "ranks: 4 in 2 groups"),
     *(pytest.param(2, words, said, marks=pytest.mark.exhaustive) for words, said in (
         ({"sharding": "balanced"}, "ranks: 2, backend 'mpi'"), ({"size": "tiny-hybrid"}, "layers, 1 of them mixers"))),
-])  # fmt: skip
+])
 def test_processes_train_the_model_of_one_and_rank_0_alone_reports(
     documents, alone, tmp_path, monkeypatch, ranks, words, said
 ):

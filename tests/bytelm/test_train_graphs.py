@@ -56,7 +56,7 @@ ON_HOST = [
     *((Layout(1), way) for way in EVERY_WAY), (Layout(1, A2A, config=HYBRID), {"impl": "local", "modules": ("mamba",)}),
     *((Layout(4, cp_size=2), way) for way in WHOLE),
     *((Layout(2, Method("all_gather", "balanced")), way) for way in WHOLE),
-]  # fmt: skip
+]
 MORE_ON_HOST = itertools.product([Layout(2, cp_size=1), Layout(1, A2A, config=HYBRID), LEVELS, RING], WHOLE)
 ON_GPU = {
     "one": Case(TINY, {}, 200, 1, None), "two": Case(TINY, {}, 40, 2, None), "some-one": Case(TINY, {}, 200, 1, mode),
@@ -69,7 +69,7 @@ CASES = [
       for cases, marks in ((ON_HOST, ()), (MORE_ON_HOST, pytest.mark.exhaustive)) for case in cases),
     *(pytest.param(case._replace(way=way, engine="cuda"), id=f"{name}-{way_id(way)}", marks=pytest.mark.gpu)
       for name, case in ON_GPU.items() for way in runs.ways_of(case.layout.config)),
-]  # fmt: skip
+]
 
 
 def single(**options):
@@ -189,12 +189,12 @@ def test_a_captured_step_of_another_number_of_micro_batches_is_refused(dual, eng
     (HYBRID, (), ["layer"] * 3), (HYBRID, ("mamba",), ["mamba", "", "mamba"]),
     (HYBRID, ("attn", "mlp"), ["mlp", "attn mlp", "mlp"]),
     (HYBRID, ("attn", "mlp", "mamba"), ["mamba mlp", "attn mlp", "mamba mlp"]),
-])  # fmt: skip
+])
 def test_wanted_parts_and_only_they_become_graphs(config, modules, wanted):
     made = single(config=config, impl="local", modules=modules)
     names = [captured.name for captured in made.graphs._captured if captured.name.startswith("layer")]
     assert names == [f"layer {layer}, {part}, {way}" for layer, parts in enumerate(wanted) for part in parts.split()
-                     for way in ("forward", "backward")]  # fmt: skip
+                     for way in ("forward", "backward")]
 
 
 def test_upload_writes_its_parts_one_after_another():

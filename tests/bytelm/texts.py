@@ -18,11 +18,11 @@ import thdattn
 LENGTHS = (13, 0, 1, 37, 0, 5, 22)
 SMALL = Config(layers=3, width=32, heads=4, kv_heads=2, head_dim=8, hidden=40, window=6)
 HYBRID = Config(layers=3, width=32, heads=4, kv_heads=2, head_dim=8, hidden=40, pattern="M*M", mixer_heads=2,
-                mixer_head_dim=16, state_dim=8)  # fmt: skip
+                mixer_head_dim=16, state_dim=8)
 
 # Prompts and answers: empty ones, characters of several bytes, and texts longer than a piece.
 DIALOGUES = [("2+2=", "4"), ("", "no prompt"), ("no answer", ""), ("ä €:", "żółw"), ("long prompt " * 4, "short"),
-             ("short", " long answer" * 4), ("q" * 20, "a" * 20), ("one\n", "two\n")]  # fmt: skip
+             ("short", " long answer" * 4), ("q" * 20, "a" * 20), ("one\n", "two\n")]
 
 
 def write_dialogues(folder: Path, texts: Sequence[tuple[str, str]]) -> Path:

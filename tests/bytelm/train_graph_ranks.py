@@ -38,7 +38,7 @@ with thdattn.comm.init("nccl") as comm:
     batches = runs.batches(Path(sys.argv[1]), 60, 512, cp_size, method.sharding)
     room = max(batch.batch.num_seqs for batch in batches) - 1
     fits, too_large = (next(batch for batch in batches if (batch.batch.num_seqs > room) == wanted)
-                       for wanted in (False, True))  # fmt: skip
+                       for wanted in (False, True))
     held_back = [fits, too_large, *batches[2:5]]  # fits one of two groups; and five are not shared evenly
     expected = runs.run(trainer(), batches, held_back, 2, 10)
     for way in ways_of(config):

@@ -54,7 +54,7 @@ def counted(way, cp_size, shape, batch):
 
 SHAPE = Shape(8, 4, head_dim=8, engine="reference")
 SHAPES = {"grouped": SHAPE, "one per rank": replace(SHAPE, num_heads=4), "window": replace(SHAPE, window=(9, 0)),
-          "one for all": replace(SHAPE, num_heads=4, num_kv_heads=1)}  # fmt: skip
+          "one for all": replace(SHAPE, num_heads=4, num_kv_heads=1)}
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -187,7 +187,7 @@ def documents(rows, seed=0):
     ([65_536], (16, 16), {("a2a", "contiguous"), ("all_gather", "dual_chunk")}),
     ([65_536], (32, 1), {("all_gather", "dual_chunk"), ("all_gather", "balanced")}),
     (documents(65_536), (32, 1), {("all_gather", "balanced")}),
-], ids=["documents", "equal documents", "long, MHA", "long, MQA", "documents, MQA"])  # fmt: skip
+], ids=["documents", "equal documents", "long, MHA", "long, MQA", "documents, MQA"])
 def test_recommendation_for_eight_ranks_of_a_machine(lengths, heads, kinds):
     found, _ = compared(lengths, 8, Shape(*heads))
     assert recommended(found).way[:2] in kinds
@@ -298,7 +298,7 @@ def test_documents_of_a_folder_make_one_pack_and_only_those_that_do_not_fit_are_
     (("--lengths", "8", "--link", "nan"), "--link has nan, wanted a finite number above 0"),
     (("--data", "{tmp}"), "--tokens is missing, wanted the rows of a pack of --data"),
     (("--data", "{tmp}/nowhere", "--tokens", 64), "--data is {tmp}/nowhere, wanted a folder that exists"),
-])  # fmt: skip
+])
 def test_error_is_one_line_and_status_2(words, message, tmp_path, capsys):
     status, _, errors = run(capsys, *(str(word).format(tmp=tmp_path) for word in words))
     assert status == 2
@@ -308,12 +308,12 @@ def test_error_is_one_line_and_status_2(words, message, tmp_path, capsys):
 
 @pytest.mark.parametrize(("command", "words"), [
     ("advise", ("--lengths", "8", "--heads", "8")), ("pack-stats", ("--lengths", "8", "--tokens", "64")),
-])  # fmt: skip
+])
 @pytest.mark.parametrize(("file", "message"), [
     ("no/a.png", "--plot is {tmp}/no/a.png, wanted a file in a folder that exists; make {tmp}/no first"),
     ("a.gif", "--plot is {tmp}/a.gif, wanted a name that ends in one of .png, .pdf, .svg"),
     ("a.png", "--plot needs Matplotlib; install it with: pip install"),
-])  # fmt: skip
+])
 def test_picture_that_cannot_be_drawn_is_refused_before_anything_is_computed(
     command, words, file, message, tmp_path, capsys, monkeypatch
 ):
@@ -324,7 +324,7 @@ def test_picture_that_cannot_be_drawn_is_refused_before_anything_is_computed(
 
 
 @pytest.mark.parametrize("command", [("advise", "--ranks", "2"), ("pack-stats", "--tokens", "1024")],
-                         ids=["advise", "pack-stats"])  # fmt: skip
+                         ids=["advise", "pack-stats"])
 def test_both_commands_take_lengths_inline_and_from_a_file(command, tmp_path, capsys):
     (tmp_path / "lengths.csv").write_text("tokens\n300\n# twice\n64\n64\n0\n")
     for words in ("300,2x64,0", str(tmp_path / "lengths.csv")):
@@ -359,7 +359,7 @@ def test_picture_is_written(tmp_path, capsys):
 def test_a_thousand_ranks_are_compared_in_seconds(capsys):
     begin = time.process_time()
     assert main(["advise", "--ranks", "1024", "--gpus-per-node", "8", "--kv-heads", "8", "--lengths",
-                 "160000,60000,12x30000,100x2000,200x700"]) == 0  # fmt: skip
+                 "160000,60000,12x30000,100x2000,200x700"]) == 0
     assert time.process_time() - begin < 10
     assert "recommended: a2a+all_gather (8 neighbours), balanced" in capsys.readouterr().out
 

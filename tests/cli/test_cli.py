@@ -96,7 +96,7 @@ def machine(count, blind=()):
     (machine(1), "peer or nccl: start several ranks with mpiexec to find out"),
     (machine(0), "host arrays: there is no GPU"),
     ({"cupy": None}, "host arrays: there is no GPU"),
-], ids=["see-each-other", "one-way", "far-apart", "one", "no-gpu", "no-cupy"])  # fmt: skip
+], ids=["see-each-other", "one-way", "far-apart", "one", "no-gpu", "no-cupy"])
 def test_info_says_how_keys_would_travel_between_the_gpus_of_this_machine(cupy, said, monkeypatch):
     for name, module in cupy.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -108,7 +108,7 @@ def test_info_says_how_keys_would_travel_between_the_gpus_of_this_machine(cupy, 
     (True, True, "the ranks are on 2 machines", "nccl, beside kernels: the ranks are on 2 machines; groups of "
      "comm.split within a machine try peer memory"),
     (False, False, "why not", "nccl, before and after kernels: why not"),
-])  # fmt: skip
+])
 def test_info_of_several_ranks_says_how_keys_travel_between_them(overlaps, spans_machines, reason, said):
     comm = object.__new__(NcclComm)
     comm.size, comm.no_peer_memory, comm.reads_peers = 2, reason, not reason
@@ -119,7 +119,7 @@ def test_info_of_several_ranks_says_how_keys_travel_between_them(overlaps, spans
 @pytest.mark.parametrize(("hosts", "said"), [
     (["a"], "1: a (rank 0)"), (["a", "a", "b", "b"], "2: a (ranks 0-1), b (ranks 2-3)"),
     (["a", "b", "a", "a"], "2: a (ranks 0, 2-3), b (rank 1)"),
-])  # fmt: skip
+])
 def test_info_lists_machines_and_their_ranks(hosts, said):
     assert info._machines(hosts) == said
 
@@ -234,7 +234,7 @@ ORIGINS = {
     "git": ({"url": "https://host/thdattn.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
             "thdattn[mpich] @ git+https://host/thdattn.git@abc"),
     "an-index": (None, "thdattn[mpich]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("kept", "wanted"), ORIGINS.values(), ids=ORIGINS)

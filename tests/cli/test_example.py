@@ -101,7 +101,7 @@ X = ValueError("x is 3")
     ([None, MemoryError("cannot allocate 8 TB"), MemoryError()], [
         SILENT, ("rank 1: cannot allocate 8 TB", True),
         ("rank 2: MemoryError: options ask for more than this machine has; pass smaller ones", True)]),
-], ids=["none", "all alike", "the first", "another", "memory"])  # fmt: skip
+], ids=["none", "all alike", "the first", "another", "memory"])
 def test_all_ranks_fail_if_one_does_and_those_speak_whose_problem_is_their_own(problems, ends):
     assert outcomes(problems) == ends
 

@@ -27,7 +27,7 @@ from thdattn.plan import ranges
 LINE = re.compile(r'^FAILED --case "([^"]*)": (.*)$', re.MULTILINE)
 SUMMARY = re.compile(
     r"^fuzz: (\d+) packs in \d+ s, seed (\d+), engine reference, ranks (.*), largest error [\d.]+ of its "
-    r"budget, (\d+) near(, more than chance explains)?, (\d+) failed$", re.MULTILINE)  # fmt: skip
+    r"budget, (\d+) near(, more than chance explains)?, (\d+) failed$", re.MULTILINE)
 LUCKY_BASELINES = {  # whose baselines err by less than those of packs like them
     "one large number of out": "flow=mixer ranks=4 sharding=contiguous lengths=1,8,4,1,6,3x0,4,9,7,3,6,8,6,8,6,3,6 "
         "padded=1,8,4,1,6,3x0,4,9,7,3,6,8,6,8,6,3,6 dtype=float16 mixer=4,1,5,2,4 seed=805470319",
@@ -37,7 +37,7 @@ LUCKY_BASELINES = {  # whose baselines err by less than those of packs like them
         "seed=675150710",
     "delta of one float16 row": "ranks=3 sharding=contiguous lengths=2,1 padded=2,1 heads=2,2 dtype=float16 scale=1.25 "
         "deterministic=yes max_logit=yes seed=506682363",
-}  # fmt: skip
+}
 SEVERAL_KEYS = "lengths=70,33 padded=72,36 heads=4,2 dims=16,16 seed=5"
 
 
@@ -59,7 +59,7 @@ def test_a_few_hundred_cases_cover_every_kind():
     drawn = cases(0, 320)
     seen = {name: Counter(getattr(case, name) for case in drawn)
             for name in ("flow", "ranks", "method", "dtype", "causal", "sinks", "deterministic", "keep_keys", "finite",
-                         "max_logit", "again", "scale")}  # fmt: skip
+                         "max_logit", "again", "scale")}
     assert set(seen["flow"]) == {*fuzz.runs.FLOWS} and set(seen["ranks"]) == {1, 2, 3, 4}
     assert set(seen["method"]) == {*METHODS} and len(seen["dtype"]) == 4
     assert set(seen["keep_keys"]) == {"auto", "yes", "no"}
@@ -68,7 +68,7 @@ def test_a_few_hundred_cases_cover_every_kind():
     assert ways == {(method, sharding) for method, each in SHARDINGS.items() for sharding in each}
     masks = {(case.causal, case.window[0] >= 0, case.window[1] > 0) for case in drawn}
     assert masks == {(True, False, False), (False, False, False), (True, True, False), (False, True, False),
-                     (False, False, True), (False, True, True)}  # fmt: skip
+                     (False, False, True), (False, True, True)}
     assert {"mha", "gqa", "mqa"} == {
         "mha" if case.heads[0] == case.heads[1] else "mqa" if case.heads[1] == 1 else "gqa" for case in drawn}
     attention = [case for case in drawn if not case.mixer]
@@ -93,7 +93,7 @@ def test_lines_are_read_as_they_were_written():
 @pytest.mark.parametrize(("line", "message"), [
     ("lenghts=3", "the word 'lenghts=3', wanted name=value"), ("lengths=3,x", "lengths=3,x, wanted whole numbers"),
     ("causal=1", "causal=1, wanted yes or no"), ("ranks=two", "ranks=two, wanted a whole number"),
-])  # fmt: skip
+])
 def test_lines_that_are_no_case_are_refused(line, message, capsys):
     assert main(["fuzz", "--engine", "reference", "--case", line]) == 2
     assert message in capsys.readouterr().err
@@ -173,7 +173,7 @@ def raises(right):
     (reference, "attn_fwd", bits_change, f"{SEVERAL_KEYS} again=yes dtype=float32", "arrays differ in bits"),
     (reference, "attn_bwd", padding_is_1, f"{SEVERAL_KEYS} slack=3", "dq is not 0 on padding"),
     (reference, "attn_fwd", raises, SEVERAL_KEYS, "ValueError: a mistake"),
-], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+], ids=lambda value: getattr(value, "__name__", ""))
 def test_a_defect_is_found_and_its_line_repeats_it(capsys, monkeypatch, place, name, defect, line, why):
     """A soak finds those that have no line."""
     monkeypatch.setattr(place, name, defect(getattr(place, name)))
@@ -306,7 +306,7 @@ def test_a_job_that_does_not_end_in_time_is_found_told_and_ended(capsys, monkeyp
     ("window", 0, "fails; caught x; caught x; ends well; ends well", None), ("window", 1, "fails; caught x", None),
     ("kill", 9, "fails", None), ("late", 0, "fails; ends well; ends well", None),
     ("stop", 0, "ends well; ends well", None),
-])  # fmt: skip
+])
 def test_what_a_round_may_not_do(kind, status, said, wrong):
     job = chaos.Job(None, "", [f"process 5 {words}\n" for words in said.split("; ")])
     found = chaos._mistakes(Round(kind), job, status)

@@ -62,7 +62,7 @@ def test_first_fit_holds_every_item_once_and_fills_no_pack_beyond_its_rows(sizes
 @pytest.mark.parametrize(("sizes", "capacity", "look_ahead", "message"), [
     ([3, 11], 10, 64, "an item takes 11 rows, wanted at most 10, the rows of a pack; split it"),
     ([3, 7], 0, 64, "capacity is 0, wanted >= 1"), ([3, 7], 10, 0, "look_ahead is 0, wanted >= 1"),
-])  # fmt: skip
+])
 def test_items_that_fit_no_pack_are_refused_rather_than_dropped(sizes, capacity, look_ahead, message):
     with pytest.raises(ValueError, match=message):
         packs(sizes, capacity, look_ahead)
@@ -76,7 +76,7 @@ def test_capacities_of_balanced_rows_are_percentiles_that_count_what_exceeds_the
     found = pack_capacities.candidates(needed)
     assert [(one.name, one.capacity, one.num_eager) for one in found] == [
         ("P50", (4, 104, 46, 8), 5), ("P90", (8, 108, 42, 16), 1), ("P95", (9, 109, 41, 18), 0),
-        ("P99", (9, 109, 41, 18), 0), ("max", (9, 109, 41, 18), 0)]  # fmt: skip
+        ("P99", (9, 109, 41, 18), 0), ("max", (9, 109, 41, 18), 0)]
 
 
 def test_a_capacity_holds_the_packs_that_are_not_counted_as_eager():
@@ -113,10 +113,10 @@ def test_candidates_worked_by_hand():
     found = {candidate.slots: candidate for candidate in pack_stats.candidates(counts)}
     assert {slots: candidate.replay for slots, candidate in found.items()} == {
         3: 50, 4: 50, 6: 90, 8: 90, 9: 99, 16: 99, 20: 100, 32: 100
-    }  # fmt: skip
+    }
     assert {slots: candidate.why for slots, candidate in found.items() if candidate.why} == {
         3: "P50", 6: "P90", 9: "P95 P99", 20: "max"
-    }  # fmt: skip
+    }
     assert found[4].empty == 1 and found[6].empty == pytest.approx(50 * 3 / 90)
     assert found[32].lengths_bytes == 2 * 33 * 4
     assert [found[slots].search for slots in (3, 4, 6, 8, 9, 16, 20, 32)] == [2, 2, 3, 3, 4, 4, 5, 5]
@@ -131,7 +131,7 @@ def test_a_round_falls_back_if_one_pack_does_and_a_step_if_one_round_does(counts
         rounds, steps = 0, 0
         for step in range(len(counts) // (groups * accumulate)):
             eager = [any(counts[(step * accumulate + number) * groups + group] > candidate.slots
-                         for group in range(groups)) for number in range(accumulate)]  # fmt: skip
+                         for group in range(groups)) for number in range(accumulate)]
             rounds, steps = rounds + sum(eager), steps + any(eager)
         assert (candidate.rounds, candidate.steps) == (rounds, steps)
 
@@ -196,7 +196,7 @@ def test_folder_is_read_with_its_subfolders_but_for_empty_and_hidden_files(tmp_p
     (("--data", "{tmp}", "--tokens", 64, "--steps", "0"), "--steps is '0', wanted a number of at least 1, or all"),
     (("--data", "{tmp}", "--tokens", 64, "--steps", "few"), "--steps is 'few', wanted a number of at least 1, or all"),
     (("--data", "{tmp}", "--tokens", 64, "--groups", 10**6), "--groups times --accumulate is 1000000, wanted at most "),
-])  # fmt: skip
+])
 def test_error_is_one_line_and_status_2(words, message, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     texts = {"none": "length\n0\n", "bins": "min_len,max_len\n1,10,0.22\n", "wrong": "-3\n", "huge": f"{10**12}\n"}

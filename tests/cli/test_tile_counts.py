@@ -78,7 +78,7 @@ def test_own_tiles_are_those_that_need_no_row_of_another_rank(window, small_tile
         everything = np.pad(visible(sharding.batch, window), (0, 1))[rows]
         foreign = ~np.isin(np.flatnonzero(everything.any(axis=0)), rows)
         tiles = [(i, j) for i in range(0, mask.shape[0], 8) for j in range(0, mask.shape[1], 8)
-                 if mask[i : i + 8, j : j + 8].any()]  # fmt: skip
+                 if mask[i : i + 8, j : j + 8].any()]
         of_queries = sum(not mask[i : i + 8, foreign].any() for i, _ in tiles)
         of_keys = sum(not foreign[j : j + 8].any() for _, j in tiles)
         assert found[:, rank].tolist() == [of_queries, of_keys]

@@ -89,7 +89,7 @@ def printed(done):
 @both
 @pytest.mark.parametrize("start", [
     lambda program: run([sys.executable, program, "2"], 120), lambda program: run_ranks(2, Path(program)),
-], ids=["simulated", "processes"])  # fmt: skip
+], ids=["simulated", "processes"])
 def test_the_program_prints_the_losses_once(truth, example, start):
     np.testing.assert_allclose(printed(start(example.__file__)), truth, rtol=PRINTED)
 

@@ -51,7 +51,7 @@ def test_loss_and_gradients_of_trees_are_those_of_the_rollouts():
     for name, grad in grads.items():
         direction = rng.standard_normal(grad.shape)
         near = [loss_of(rollouts, advantages, prompts, tokens, {**weights, name: weights[name] + step * direction})
-                for step in (1e-5, -1e-5)]  # fmt: skip
+                for step in (1e-5, -1e-5)]
         np.testing.assert_allclose((near[0] - near[1]) / 2e-5, (grad * direction).sum(), rtol=1e-6)
 
 

@@ -46,7 +46,7 @@ def only(messages):
         ([{"x": np.array([0, 3], np.int32)}] * 2 + [{"y": 1}],
          "x is array([0, 3], dtype=int32) (ranks 0, 1), None (rank 2); y is None (ranks 0, 1), 1 (rank 2)"),
     ],
-)  # fmt: skip
+)
 def test_a_difference_is_named_by_field_value_and_ranks(values, difference):
     message = only(errors_of(3, lambda comm: comm.agree("the plan", values[comm.rank], remedy="mend it")))
     assert message == f"the plan is not the same on all ranks: {difference}; mend it"
@@ -69,7 +69,7 @@ def test_a_plan_that_differs_says_in_what():
 @pytest.mark.parametrize("option", [
     {"deterministic": True}, {"causal": False}, {"window": (8, 0)}, {"softcap": 5.0}, {"dtype": "float16"},
     {"keep_keys": False}, {"head_groups": 1}, {"num_kv_heads": 1}, {"sinks": True},
-], ids=lambda option: next(iter(option)))  # fmt: skip
+], ids=lambda option: next(iter(option)))
 def test_every_option_of_an_attention_is_agreed_on(option):
     def program(comm):
         options = option if comm.rank else {}
@@ -176,7 +176,7 @@ def test_a_program_that_is_right_is_the_same_with_check():
     def program(comm):
         results = []
         for method, sharding in (("all_gather", "dual_chunk"), ("all_gather", "balanced"), ("a2a", "contiguous"),
-                                 ("p2p", "dual_chunk")):  # fmt: skip
+                                 ("p2p", "dual_chunk")):
             attention = attention_of(comm, cp_comm_type=method)
             plan = attention.plan(thdattn.PackedBatch.from_lengths([48, 16, 8], 4), sharding)
             out, saved = attention.forward(*arrays(plan), plan, return_max_logit=True)

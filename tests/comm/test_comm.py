@@ -130,7 +130,7 @@ def test_rank_that_returns_early_is_named_at_once():
      r"rank 0: all_reduce sum of \(3,\).*rank 1: all_reduce sum of \(4,\)"),
     (lambda comm: comm.exchange([], []) if comm.rank else comm.barrier(),
      r"different collectives.*: rank 0: barrier; rank 1: exchange"),
-], ids=["collectives", "shapes", "exchange"])  # fmt: skip
+], ids=["collectives", "shapes", "exchange"])
 def test_what_differs_between_ranks_is_named(program, message):
     with pytest.raises(RuntimeError, match=message):
         thdattn.comm.run_local(2, program)

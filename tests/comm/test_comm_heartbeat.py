@@ -283,7 +283,7 @@ def test_rank_that_was_stopped_with_this_one_and_goes_on_later_is_not_missing(cl
                                     "thread waits for a disk or for memory that is swapped out"),
     ({"what": "", "comm": 0, "number": 0}, "is late: it has left its start, 31 s ago, and its main thread sleeps"),
     ({"phase": heartbeat.ENDED}, "is late: it came to the end of its program 31 s ago"),
-])  # fmt: skip
+])
 def test_late_ranks_are_named_with_where_they_are(clock, answer, said):
     clock.says(**answer)
     assert ranks(clock.side, clock.contact).late(17, "all_gather") == f"rank 1 of 2 on node7 {said}"

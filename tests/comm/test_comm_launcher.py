@@ -147,7 +147,7 @@ def test_launcher_that_mpi_does_not_know_is_refused(launched, environment, messa
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    )  # fmt: skip
+    )
     assert run.returncode != 0
     assert message in run.stderr
     assert "srun" not in message or "srun --mpi=pmix" in run.stderr

@@ -77,7 +77,7 @@ def test_levels_can_what_both_of_their_parts_can():
     lambda rank: (rank // 2, rank // 2),  # the same groups twice
     lambda rank: (int(rank > 0), int(rank % 2)),  # of different sizes
     lambda rank: (rank // 2, [0, 1, 0, 2][rank]),  # one column has fallen apart
-])  # fmt: skip
+])
 def test_groups_that_form_no_grid_are_refused_on_every_rank(colors):
     def program(comm):
         inner, outer = (comm.split(color) for color in colors(comm.rank))
@@ -132,7 +132,7 @@ def test_levels_refuse_every_call_when_a_part_is_closed(closed):
         levels = levels_of(comm, 2)
         {"inner": levels.inner, "outer": levels.outer, "comm": comm}[closed].close()
         for call in (levels.barrier, lambda: levels.agree("a number", 1), lambda: levels.before_close(print),
-                     lambda: levels.all_gather(np.zeros(1), np.zeros(4))):  # fmt: skip
+                     lambda: levels.all_gather(np.zeros(1), np.zeros(4))):
             with pytest.raises(RuntimeError, match="local comm is closed"):
                 call()
         levels.close()

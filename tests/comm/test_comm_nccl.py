@@ -165,7 +165,7 @@ def communicator_but_of_rank_1(size, unique_id, rank):
     ([FOUR_GPUS] * 4, {"get_unique_id": no_id}, "NCCL made no unique id on rank 0: OSError: no network interface"),
     ([FOUR_GPUS] * 2, {"NcclCommunicator": communicator_but_of_rank_1}, "NCCL did not start on rank 1: KeyError: 7"),
     ([[b"\x0a"], [FULL]], {}, "no context on the GPU on rank 1: OSError: out of memory"),
-], ids=["two on one GPU", "too few GPUs", "no id", "no communicator", "no memory"])  # fmt: skip
+], ids=["two on one GPU", "too few GPUs", "no id", "no communicator", "no memory"])
 def test_start_that_fails_on_one_rank_raises_on_every_rank(start, gpus, refused, message):
     messages = start.refusals(gpus, make_nccl(**refused))
     assert len(messages) == len(gpus) and all(m.startswith(message) for m in messages)
@@ -224,7 +224,7 @@ def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
         keys, result = (np.zeros((5, 2, 4), np.float32) for _ in range(2))
         counts = []
         for call, arguments in ((comm.gather_heads, ([keys, keys], [])), (comm.reduce_partials, (None, [result], True)),
-                                (comm.reduce_partials, (None, [result], False))):  # fmt: skip
+                                (comm.reduce_partials, (None, [result], False))):
             call(*arguments)
             counts.append(comm.received_bytes)
         return counts
@@ -242,7 +242,7 @@ def test_peer_memory_is_not_used_after_the_end(start):
     def program(comm):
         comm.close()
         for call in (lambda: comm.gather_heads([np.zeros(3)], []), lambda: comm.owner_partials([], [], True),
-                     lambda: comm.reduce_partials(None, [np.zeros(3)], False)):  # fmt: skip
+                     lambda: comm.reduce_partials(None, [np.zeros(3)], False)):
             with pytest.raises(RuntimeError, match="nccl comm is closed"):
                 call()
 
@@ -322,7 +322,7 @@ def test_group_takes_the_gpu_of_its_rank_and_is_closed_with_the_comm(start):
 
 @pytest.mark.parametrize(("reason", "transport"), [
     ("", "'peer'"), ("the ranks are on 2 machines", "'nccl': the ranks are on 2 machines"),
-])  # fmt: skip
+])
 def test_ranks_say_how_keys_travel_between_them_and_why(start, reason, transport):
     peer = None if reason else peer_memory()
     made = start([FOUR_GPUS] * 2, lambda comm: (repr(comm), comm.no_peer_memory, comm.overlaps), None, peer, reason)

@@ -25,7 +25,7 @@ STEPS = {
     reference: ("empty", "attn_fwd", "attn_bwd", "to_sequence_order", "to_rank_order", "pack_rows", "place_rows",
                 "add_partials"),
     mixers: ("mixer_conv_states", "mixer_scan", "mixer_enter", "mixer_start", "mixer_bwd", "mixer_add_halos"),
-}  # fmt: skip
+}
 
 
 class LateTwin(Twin):
@@ -132,7 +132,7 @@ def test_an_attention_that_fails_lets_no_array_go_that_rows_are_written_to(
     batch = PackedBatch.from_lengths([36, 0, 44, 8], multiple=4 * len(comms))
     comm = tuple(comms) if len(comms) > 1 else comms[0]
     layer = thdattn.CPAttention(comm, HEADS, DIM, engine="reference", dtype="float32", cp_comm_type=kind,
-                                head_groups=groups, keep_keys=keep_keys)  # fmt: skip
+                                head_groups=groups, keep_keys=keep_keys)
 
     def make():
         plan = layer.plan(batch, sharding)

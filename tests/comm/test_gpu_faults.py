@@ -97,7 +97,7 @@ def test_rank_that_dies_or_raises_ends_all_at_once(kind, place, ranks):
     ("stop", "start", "the start of MPI"), ("absent", "start", "the start of MPI"),
     ("stop", "init", r"init, number 1 of this comm,"), ("absent", "init", r"init, number 1 of this comm,"),
     ("absent", "nccl", r"the start of NCCL, number 2 of this comm,"),
-])  # fmt: skip
+])
 def test_rank_that_does_not_come_at_the_start_ends_all_at_its_deadline(kind, place, waits_in):
     errors = Job(2, kind, place, "nccl", AT_START).end(5 * AT_START)
     assert said(0, 0 if place == "start" else 2, waits_in, 5 * AT_START, ".*").search(errors), errors

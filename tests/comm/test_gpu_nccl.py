@@ -64,7 +64,7 @@ def test_torch_nccl_ranks_keep_the_contract(cupy, torch_cuda, n):
     *(("methods", transport, n) for transport in ("peer", "nccl") for n in (2, 4)),
     *(("hidden", "peer", n) for n in (2, 4)),  # exchanges behind kernels change no result
     *(("bits", "peer", n) for n in (2, 4)),  # NCCL beside kernels gives the bits of peer memory
-])  # fmt: skip
+])
 def test_attention_on_nccl_ranks_is_right_however_keys_travel(cupy, scenario, transport, n):
     run = run_gpu_ranks(cupy, n, ATTENTION, scenario, "nccl", str(n), transport, timeout=600)
     all_done(run, n, f"{scenario} on nccl")

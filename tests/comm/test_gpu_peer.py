@@ -111,7 +111,7 @@ def test_streams_that_are_late_give_the_same_bits(cupy, comm, head_groups, keep_
 ALL_TO_ALL = [  # rows, heads of how many that travel, of how many there; and the dtype
     (300, 4, 32, 4, "bfloat16"), (300, 4, 32, 12, "bfloat16"), (17, 32, 32, 32, "bfloat16"), (300, 8, 8, 16, "float32"),
     (1, 3, 5, 7, "float32"), (5000, 1, 8, 1, "float16"), (3, 1, 1, 9, "int8"),
-]  # fmt: skip
+]
 
 
 def slices_of(cupy, seed):
@@ -134,7 +134,7 @@ SWAPPED = [  # rows, heads that each of two ranks has, width, dtype; whether row
     [(9_000, 16, 128, "bfloat16", True)],  # of all chunks that there are
     [(1, 1, 8, "float16", False)], [(301, 3, 1, "float32", True)], [(77, 5, 3, "int8", False)],
     [(40, 1, 8, "bfloat16", False)] * 6,
-]  # fmt: skip
+]
 
 
 def swap_of(cupy, arrays, seed):
@@ -240,14 +240,14 @@ def test_captured_slices_replay(cupy, comm, exchanges):
 @pytest.mark.parametrize("pack", PACKS)
 def test_heads_exchanged_by_the_kernel_give_the_bits_of_collectives(cupy, comm, pack, sharding, head_groups, keep_keys):
     check_with_collectives(cupy, comm, pack, sharding=sharding, head_groups=head_groups, keep_keys=keep_keys,
-                           cp_comm_type="a2a")  # fmt: skip
+                           cp_comm_type="a2a")
     assert comm.by_kernel == 3 * 4 * head_groups  # there and back, forward and backward: what is small is not hidden
 
 
 def test_windows_grow_and_those_of_graphs_stay(cupy, comm):
     layer, stream = attention(comm, head_groups=2, keep_keys=False), cupy.cuda.get_current_stream()
     small, large, largest = (layer.plan(PackedBatch.from_lengths(lengths, 4))
-                             for lengths in ((64,), (9_000, 5_000), (20_000,)))  # fmt: skip
+                             for lengths in ((64,), (9_000, 5_000), (20_000,)))
     inputs = inputs_of(cupy, layer, small)
     wanted = [x.copy() for x in step(layer, small, *inputs)]
     before = comm.peer.held_bytes()
@@ -274,13 +274,13 @@ def test_windows_grow_and_those_of_graphs_stay(cupy, comm):
 @pytest.mark.usefixtures("poisoned_gpu")
 @pytest.mark.parametrize("keep_keys", [False, True])
 @pytest.mark.parametrize("name", ["gqa-32-8", "mha", "window-two-sided", "capacity-contiguous", "tail-tiles",
-                                  *(case.name for case in cases.DIMS if case.name.endswith("-causal"))])  # fmt: skip
+                                  *(case.name for case in cases.DIMS if case.name.endswith("-causal"))])
 def test_every_group_of_heads_is_the_oracle(cupy, name, keep_keys):
     case = {case.name: case for case in (*CASES.values(), *cases.DIMS)}[name]
     for head_groups in {1, case.heads[1]}:
         for deterministic in (False, True):  # where dq has a kernel of its own, on copies of the group's heads
             check(case, BFLOAT16, run(case, 2, BFLOAT16, xp=cupy, engine="cuda", head_groups=head_groups,
-                                      keep_keys=keep_keys, deterministic=deterministic))  # fmt: skip
+                                      keep_keys=keep_keys, deterministic=deterministic))
 
 
 def test_groups_of_heads_give_the_same_bits(cupy):

@@ -241,7 +241,7 @@ def fails_at(step, number=0):
     (("write", 4), "writing into the memory of other GPUs failed on rank 1: CUDARuntimeError"),
     (("lost",), r"reading the memory of other GPUs .* rank 0: RuntimeError: flags of ranks \[1\] have not arrived"),
     (("wait", 4), "waiting for flags failed on rank 1: CUDARuntimeError"),
-])  # fmt: skip
+])
 def test_a_start_that_fails_on_one_rank_says_why_on_all(machine, step, message, transport):
     def program(comm):
         machine.become(comm.rank)
@@ -312,7 +312,7 @@ def test_what_graphs_use_stays_and_counts(ranks, call, captures):
 
 
 NAMES = {gather: "windows of keys", exchange: "windows of slices", add: "windows of sums",
-         add_at_once: "windows of sums"}  # fmt: skip
+         add_at_once: "windows of sums"}
 
 
 @pytest.mark.parametrize("captures", [(0, 1, 2), (1,)])

@@ -38,7 +38,7 @@ def side():
         program = Program(machine, 0, (fake_nccl.Clique(2),) * 2)
         program.memory._main, program.memory._side = Noted("main"), Noted("side")
         program.memory._nccl = SimpleNamespace(**dict.fromkeys(("NCCL_UINT8", "NCCL_FLOAT32", "NCCL_SUM")),
-                                               groupStart=list, groupEnd=list)  # fmt: skip
+                                               groupStart=list, groupEnd=list)
         yield SimpleNamespace(calls=calls, memory=program.memory, engine=program.engine)
 
 

@@ -32,7 +32,7 @@ PEER, NCCL = False, True
 @pytest.mark.parametrize(("by_nccl", "size", "num_seeds"), [
     (PEER, 2, 24), (PEER, 3, 12), (PEER, 4, 6), pytest.param(PEER, 3, 192, marks=pytest.mark.exhaustive),
     (NCCL, 2, 32), (NCCL, 3, 16), (NCCL, 4, 8),
-])  # fmt: skip
+])
 def test_every_call_reads_the_rows_of_its_own(by_nccl, size, num_seeds):
     found = [results(size, seed, by_nccl=by_nccl) for seed in range(num_seeds)]
     assert sum(checked for checked, _ in found) > (10 if by_nccl else 16) * size * len(found)
@@ -233,7 +233,7 @@ FAULTS = {
         "has one set of blocks for graphs and calls": (Blocks, "next", blocks_of_graphs),
         "waits for the collective of another capture": (Blocks, "forget_events", nothing),
     },
-}  # fmt: skip
+}
 OF_EXCHANGES = OF_WINDOWS | {name: OF_BOTH[name] for name in list(OF_BOTH)[:3]} | {
     "reads elsewhere before the kernel is done": (PeerMemory, "_behind", lambda memory, stream: nothing),
     "a kernel that writes before the last part was taken": unless("taken"),

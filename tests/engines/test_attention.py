@@ -247,7 +247,7 @@ def test_query_heads_of_a_group_may_be_split(engine, monkeypatch, case, dtype, c
     Case(f"apart-{dim}-{mask}", (1300, 0, 90, 500), slack=70, heads=(4, 2), dims=(dim, dim), causal=causal,
          window=window, cp_sizes=(1, 2))
     for dim in (64, 128) for mask, causal, window in (("causal", True, (-1, -1)), ("window", False, (900, 200)))
-], cuda=[BFLOAT16])  # fmt: skip
+], cuda=[BFLOAT16])
 def test_tiles_of_keys_that_begin_their_queries_apart_are_the_oracle(engine, case, dtype, cp_size):
     engine.check(case, cp_size, dtype)
 
@@ -271,7 +271,7 @@ def test_blocks_go_from_tile_to_tile(cupy, dims, deterministic):
     check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda", **options))
     attn, batch = case.attention(thdattn.comm.init("single"), BFLOAT16, **options), case.batch(1)
     q, k, v, dout = (cupy.asarray(local_rows(batch, np.arange(batch.total_rows), x, np.nan))
-                     for x in random_inputs(case, BFLOAT16))  # fmt: skip
+                     for x in random_inputs(case, BFLOAT16))
     _, saved = attn.forward(q, k, v, attn.plan(batch, case.sharding))
 
     def gradients():

@@ -112,7 +112,7 @@ def on_every_rank(cp_size, program):
     (BATCH, thdattn.Sharding(PackedBatch([0, 5, 7], [0, 6, 8]), 1),
      "sharding was made for another PackedBatch, wanted … make it with"),
     (PackedBatch(DeviceOffsets(3), total_rows=8), None, "a plan of the reference engine needs the offsets on the host"),
-], ids=["of another batch", "lengths on a GPU"])  # fmt: skip
+], ids=["of another batch", "lengths on a GPU"])
 def test_batches_and_shardings_without_a_plan_are_refused(batch, sharding, message):
     with pytest.raises(ValueError, match=matches(message)):
         attention().plan(batch, sharding)
@@ -153,7 +153,7 @@ def test_plan_of_another_rank_is_refused():
     (lambda: attention(causal=False, window=(0, 2)).plan(BATCH), "window (0, 2), wanted (-1, 0)"),
     (lambda: replace(attention().plan(BATCH), engine=SimpleNamespace(name="cuda")), "engine cuda, wanted reference"),
     (lambda: replace(attention().plan(BATCH), tiles=(64, 64)), "tiles (64, 64), wanted (128, 128)"),
-])  # fmt: skip
+])
 def test_plan_for_something_else_is_refused(plan, found):
     run_with({})
     with pytest.raises(ValueError, match=matches(f"plan was made for {found}")):

@@ -200,7 +200,7 @@ def mixer_slabs(arch, state_dim):
 def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
     usual = arch in ("sm_80", "sm_90a")
     kernels = {make(dtype) for slab in mixer_slabs(arch, state_dim) for make in (slab.states_kernel, slab.scan_kernel)
-               for dtype in ("bfloat16", "float16")[: 1 + usual]}  # fmt: skip
+               for dtype in ("bfloat16", "float16")[: 1 + usual]}
     compile_all(sorted(kernels), arch)
 
 
@@ -302,7 +302,7 @@ def test_states_are_made_as_tiles_read_them(columns):
 
 def test_every_slab_is_the_first_choice_somewhere():
     chosen = {slab for arch in ARCHITECTURES for state_dim in MIXER_SIZES["state_dim"]
-              for slab in mixer_slabs(arch, state_dim)}  # fmt: skip
+              for slab in mixer_slabs(arch, state_dim)}
     assert chosen == {*SLABS, *SLABS_SM90}
 
 
@@ -320,7 +320,7 @@ def test_a_thread_block_of_a_small_gpu_walks_over_all_segments(segments):
 def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
     kernels = [kernel for dtype in ("float16", "bfloat16") for width in MIXER_SIZES["state_dim"] for kernel in (
         thd_mixer_decode(dtype, width), thd_mixer_decode(dtype, width, gates=False), thd_mixer_fill(dtype, width),
-    )]  # fmt: skip
+    )]
     of_widths = [instance("thd_mixer_decode_conv", "float16", width) for width in MIXER_SIZES["conv_width"]]
     compile_all([*kernels, *of_widths, instance("thd_mixer_fill_rows", "float16")], arch)
 
@@ -329,9 +329,9 @@ def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
 def test_mixer_norms_fit_and_do_not_spill(arch):
     """Groups go from one head to the widest that there is."""
     tiles = [NormTile(columns, after_gate) for columns in (64, 512, 1024, 2048, 4096, 5120, 7168, 8192)
-             for after_gate in (True, False)]  # fmt: skip
+             for after_gate in (True, False)]
     made = {make(dtype) for tile in tiles for dtype in ("bfloat16", "float16")[: 1 + (tile.columns in (64, 8192))]
-            for make in (tile.thd_mixer_norm, tile.thd_mixer_decode_norm, tile.thd_mixer_norm_bwd)}  # fmt: skip
+            for make in (tile.thd_mixer_norm, tile.thd_mixer_decode_norm, tile.thd_mixer_norm_bwd)}
     compile_all(sorted(made), arch)
 
 
@@ -339,7 +339,7 @@ def test_mixer_norms_fit_and_do_not_spill(arch):
 @EACH_ARCHITECTURE
 def test_scans_in_front_of_a_norm_fit_and_do_not_spill(arch, state_dim):
     compile_all(sorted({slab.scan_kernel(dtype, gates=False) for slab in mixer_slabs(arch, state_dim)
-                        for dtype in ("bfloat16", "float16")}), arch)  # fmt: skip
+                        for dtype in ("bfloat16", "float16")}), arch)
 
 
 @EACH_ARCHITECTURE
@@ -387,7 +387,7 @@ def test_a_portable_backward_of_parts_of_fragments_is_refused(head_dim):
     ({"stages": 3}, "count two stages"),
     ({"panel_cols": 64}, "panels must divide the columns of dq"),
     ({"in_registers": 48}, "takes all queries of a step"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_a_hopper_backward_that_would_leave_something_out_does_not_compile(wrong, message):
     row = TILES[96, 96]
     kernel = replace(row, backward_sm90=replace(row.backward_sm90, **wrong)).thd_attn_bwd_sm90(
@@ -471,7 +471,7 @@ def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below()
 
 @pytest.mark.parametrize("wrong", [-16, 16])
 @pytest.mark.parametrize("kernel", [*with_tiles(), thd_mixer_fill("float16", 64)],
-                         ids=lambda kernel: kernel.name.partition("<")[0])  # fmt: skip
+                         ids=lambda kernel: kernel.name.partition("<")[0])
 def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
     right = f", {kernel.shared_bytes}>"
     assert kernel.name.endswith(right)
@@ -484,7 +484,7 @@ def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
 @pytest.mark.parametrize(("struct", "change"), [
     (struct, change) for struct in structs.LAYOUTS for change in ("a field more", "a field less", "another order")
     if struct not in ("TensorMap", "Partials") or change == "a field more"  # they have a single field
-])  # fmt: skip
+])
 def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
     layout = structs.LAYOUTS[struct]
     fields = [(name, layout[name]) for name in layout.names]
@@ -497,7 +497,7 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
                "KvPartials": by_name["thd_attn_fwd_sm90"], "Rows": REORDER_KERNELS[False],
                "Segments": MIXER_KERNELS[0], "Partials": REDUCE_KERNELS["float16"],
                "SliceSpec<uint4>": EXCHANGE_KERNELS[16], "AllToAll<uint4>": EXCHANGE_KERNELS[16],
-               **dict.fromkeys(("RankFlags", "PeerExchange", "AllGather"), GATHER_KERNEL)}  # fmt: skip
+               **dict.fromkeys(("RankFlags", "PeerExchange", "AllGather"), GATHER_KERNEL)}
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
             compiler.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")
@@ -515,7 +515,7 @@ def test_a_constant_that_python_has_otherwise_does_not_compile(constant, monkeyp
     compiler.forget_files()
     by_file = {**dict.fromkeys(("kTreeGroup", "kBehindKeys"), TILES[64, 64].thd_attn_fwd("float16", "float16").name),
                "kMaxSlices": GATHER_KERNEL, "kMaxSplits": TILES[64, 64].thd_attn_decode("float16").name,
-               "kPad": TILES[64, 64].thd_attn_delta("float16").name}  # fmt: skip
+               "kPad": TILES[64, 64].thd_attn_delta("float16").name}
     try:
         with pytest.raises(RuntimeError, match=rf"static assertion failed .*{constant}.* is not what Python has"):
             compiler.compile_kernel(by_file.get(constant, TILES[64, 64].thd_attn_split_kv_sm90().name), "sm_90a")

@@ -137,7 +137,7 @@ def test_a_token_is_valid_though_it_sees_no_key():
     (PackedBatch([0, 4, 5]), ValueError, "key_batch has 2 sequences, wanted 1 as batch; pass one length of keys per"),
     (PackedBatch(DeviceOffsets(2), total_rows=4), ValueError,
      "batch has its lengths on the host but key_batch on a GPU; wanted both on one side; copy those of key_batch to"),
-])  # fmt: skip
+])
 def test_bad_key_batch_names_what_is_wrong(key_batch, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
         attention().plan(PackedBatch([0, 4]), key_batch=key_batch)

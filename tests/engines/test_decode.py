@@ -42,7 +42,7 @@ def test_one_text_worked_by_hand():
 @pytest.mark.parametrize(("engine", "dtype"), [
     *(("reference", dtype) for dtype in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)),
     pytest.param("cuda", BFLOAT16, marks=pytest.mark.gpu),
-], indirect=["engine"], ids=str)  # fmt: skip
+], indirect=["engine"], ids=str)
 def test_step_after_step_is_the_forward_over_whole_texts(engine, dtype, mask, count):
     if not mask.get("causal", True) and count > 1:
         pytest.skip("rows of one step would see each other")
@@ -83,7 +83,7 @@ RANGES = [
     *(((8, 2), dims, ROWS, 2000) for dims in TILES), *((heads, (64, 64), ROWS, 2000) for heads in HEADS),
     *((heads, (128, 128), (length,), 4000) for heads in HEADS for length in (1, 65, 4000)),
     *(((2, 1), dims, (32768,), 32768) for dims in TILES),
-]  # fmt: skip
+]
 
 
 def ranges_of(lengths, capacity):
@@ -148,7 +148,7 @@ def test_a_text_that_does_not_fit_is_marked_and_never_cut(engine):
 @pytest.mark.parametrize(("engine", "lengths_on"), [
     ("reference", "host"),
     *(pytest.param("cuda", where, marks=pytest.mark.gpu) for where in ("host", "gpu", "gpu, strided")),
-], indirect=["engine"])  # fmt: skip
+], indirect=["engine"])
 def test_fill_replaces_what_texts_had(engine, lengths_on):
     lengths, rng, xp = [6, 0, 300, 7], np.random.default_rng(0), engine.xp
     batch = thdattn.PackedBatch.from_lengths(lengths, 8)
@@ -196,7 +196,7 @@ def decoded(layer, cache, rows=2, heads=4, dtype=np.float32):
         (lambda a, c: filled(a, c, [4, 1], width=9), ValueError, r"k has shape \(5, 2, 9\), wanted \(5, 2, 8\)"),
         (lambda a, c: filled(a, c, [4, 1], dtype=np.float16), TypeError, "k is float16, wanted float32"),
     ],
-)  # fmt: skip
+)
 def test_wrong_values_are_named(call, error, message):
     layer = small(np.float32)
     with pytest.raises(error, match=message):
@@ -403,7 +403,7 @@ def test_a_mixer_s_texts_continue_their_prompts():
     ([0, 3], ValueError, r"sources\[1\] is 3, wanted 0 <= sequence < 3, those of the cache"),
     ([-1], ValueError, r"sources\[0\] is -1, wanted 0 <= sequence < 3"),
     ([0.5], TypeError, "sources holds float64 values, wanted ints"),
-])  # fmt: skip
+])
 def test_wrong_sources_are_refused_by_name(sources, error, words):
     layer = attention((4, 2), (8, 8), np.float64, engine="reference")
     mixer = Case("forks", FORKED).mixer(thdattn.comm.init("single"), FLOAT64)

@@ -58,7 +58,7 @@ def pieces_of(case, num_heads, dims=(128, 128)):
 @pytest.mark.parametrize("case", [
     DECODING, Case("one", (2048,), cp_sizes=(1,)), Case("many", (1000, 3, 0, 500, 64, 64), cp_sizes=(1,)),
     Case("decoding", (16,), keys=(32_768,), cp_sizes=(1,)), Case("empty", (0,), slack=200, cp_sizes=(1,)),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_every_tile_is_there_with_all_its_parts(cupy, case, num_heads):
     from thdattn.engines.cuda import launch, scheduler
 
@@ -107,7 +107,7 @@ def test_a_tile_is_divided_alike_in_however_many_launches(cupy, of_heads):
 @pytest.mark.parametrize("dims", DIVIDED, ids=str)
 @pytest.mark.parametrize("mask", [
     {}, {"causal": False}, {"causal": False, "window": (500, 90)}, {"sinks": True},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_few_queries_of_long_keys_are_the_oracle_and_bitwise_the_same_twice(cupy, mask, dims, dtype):
     case = replace(DECODING, dims=dims, **mask)
     first, again = (run(case, 1, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(2))
@@ -145,7 +145,7 @@ def test_any_division_is_the_oracle(cupy, monkeypatch, case, parts):
     def divided(plan, order, heads):
         _, where = split_keys(plan, order, heads)
         words = [tile | part << 16 | count << 24 for number, tile in enumerate(order.get().tolist())
-                 for count in (1 if number % 4 == 3 else parts,) for part in range(count)]  # fmt: skip
+                 for count in (1 if number % 4 == 3 else parts,) for part in range(count)]
         beyond = [0] * launch.this_gpu().multiprocessors  # is read, and not done
         return cupy.asarray([len(words), *words, *beyond], np.int32), where
 

@@ -32,7 +32,7 @@ def test_groups_divide_the_kv_heads():
 
 
 @pytest.mark.parametrize(("kv_heads", "groups"), [(1, (1,)), (2, (1, 1)), (3, (1, 1, 1)), (4, (1, 1, 2)),
-                                                  (6, (1, 2, 3)), (8, (1, 3, 4)), (64, (8, 24, 32))])  # fmt: skip
+                                                  (6, (1, 2, 3)), (8, (1, 3, 4)), (64, (8, 24, 32))])
 def test_groups_grow_where_much_travels_beside_kernels(kv_heads, groups):
     def made(rows, **options):
         batch = thdattn.PackedBatch.from_lengths([2 * rows])
@@ -58,7 +58,7 @@ def test_groups_grow_where_much_travels_beside_kernels(kv_heads, groups):
     ([4096], True, 2),
     ([2048], True, 1),
     ([2**19], True, 1),  # 1,050,000 operations a byte, of which those between machines count 16 times
-], ids=str)  # fmt: skip
+], ids=str)
 def test_groups_over_nccl_follow_the_share_of_the_exchange(lengths, between_machines, groups):
     comm = over_nccl(between_machines)
     assert default_groups(comm, thdattn.PackedBatch.from_lengths(lengths), 32, 8) == (8 // groups,) * groups
@@ -77,7 +77,7 @@ def test_ranks_agree_on_the_expected_lengths_that_decide_on_groups():
     one, same, other = (
         description(SimpleNamespace(sharding=plan.sharding, is_cross=False, batch=on_gpu,
                                     like=thdattn.PackedBatch.from_lengths(lengths)), {})
-        for lengths in ([4, 8], [4, 8], [8, 4]))  # fmt: skip
+        for lengths in ([4, 8], [4, 8], [8, 4]))
     np.testing.assert_equal(one, same)
     with pytest.raises(AssertionError):
         np.testing.assert_equal(one, other)
@@ -213,7 +213,7 @@ def test_keys_of_something_else_are_refused(what, message):
 
 @pytest.mark.parametrize(("heads", "cp_size", "kept"), [
     ((8, 2), 2, True), ((8, 2), 4, True), ((4, 4), 2, True), ((4, 4), 4, False), ((8, 2), 8, False),
-])  # fmt: skip
+])
 def test_keys_are_kept_where_saved_at_most_doubles(heads, cp_size, kept):
     batch = thdattn.PackedBatch.from_lengths([64, 16], 16)
 

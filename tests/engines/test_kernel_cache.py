@@ -56,7 +56,7 @@ def test_what_was_written_is_read_and_nobody_else_can_change_it(filled):
 @pytest.mark.parametrize("damage", [
     lambda whole: b"", lambda whole: whole[:20], lambda whole: whole[:-1], lambda whole: whole[:500] + whole[501:],
     lambda whole: CONTENT, lambda whole: b"\xff" * 64,
-], ids=["empty", "half-a-digest", "truncated", "a-byte-lost", "no-digest", "not-ours"])  # fmt: skip
+], ids=["empty", "half-a-digest", "truncated", "a-byte-lost", "no-digest", "not-ours"])
 def test_damaged_file_is_no_kernel_and_is_deleted(damage, filled, caplog):
     path = filled / NAME
     path.write_bytes(damage(path.read_bytes()))

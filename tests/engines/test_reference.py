@@ -206,7 +206,7 @@ def test_blocks_end_with_the_document_the_row_limit_and_the_memory_limit():
     packed = np.concatenate([causal, causal[:2] + 300])
     assert host_blocks.row_blocks(packed, 1)[1].tolist() == [
         [0, 128, 0, 128], [128, 256, 0, 256], [256, 300, 0, 300], [300, 302, 300, 302],
-    ]  # fmt: skip
+    ]
     # 2**24 / 2**17 heads = 128 scores per head: fits neither 128 rows nor, at 300 keys, a second row.
     blocks = host_blocks.row_blocks(causal, 2**17)[1]
     assert blocks[-1].tolist() == [299, 300, 0, 300]

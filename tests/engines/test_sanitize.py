@@ -54,10 +54,10 @@ flow=plain
 def test_reports_count_once_by_kernel_and_kind():
     assert sanitize.found_in(RACES, "racecheck") == Counter({
         ("racecheck", "thd_attn_bwd_sm90", "Race reported between Write access"): 1,
-        ("racecheck", "thd_reorder", "Race reported between Read access"): 1})  # fmt: skip
+        ("racecheck", "thd_reorder", "Race reported between Read access"): 1})
     assert sanitize.found_in(READS, "memcheck") == Counter({
         ("memcheck", "thd_attn_fwd", "Invalid __global__ read"): 1,
-        ("memcheck", "?", "Uninitialized __global__ memory read"): 1})  # fmt: skip
+        ("memcheck", "?", "Uninitialized __global__ memory read"): 1})
     assert not sanitize.found_in("========= ERROR SUMMARY: 0 errors\n", "memcheck")
 
 

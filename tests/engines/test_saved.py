@@ -82,7 +82,7 @@ def test_backward_refuses_the_saved_of_another_attention_and_names_what_differs(
 @pytest.mark.parametrize(("changed", "message"), [
     ({"window": (3, 0)}, r"plan was made for window \(-1, 0\), wanted \(3, 0\)"),
     ({"causal": False}, r"plan was made for window \(-1, 0\), wanted \(-1, -1\)"),
-])  # fmt: skip
+])
 def test_backward_refuses_the_saved_of_another_mask(engine, changed, message):
     _, saved, dout = forward(engine, attention(engine))
     with pytest.raises(ValueError, match=message):
@@ -167,7 +167,7 @@ def test_a_plan_made_for_other_head_dims_is_refused(engine, changed):
 @pytest.mark.parametrize("changed", [
     {"num_heads": 8}, {"num_kv_heads": 1}, {"num_heads": 2}, {"softmax_scale": 0.5}, {"dtype": "float16"},
     {"deterministic": False},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_layers_with_the_same_mask_and_head_dims_share_a_plan(engine, changed):
     layers = attention(engine), attention(engine, **changed)
     plan = layers[0].plan(BATCH)

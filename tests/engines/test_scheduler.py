@@ -20,13 +20,13 @@ H100 = Gpu(sm90=True, multiprocessors=132, shared_bytes=232448)
 PACKS = {
     "one": (16_384,), "four": (4_096,) * 4, "sixteen": (1_024,) * 16, "short": (34,) * 481, "empty": (0, 0, 7),
     "mixed": (9_000, 40, 3_000, 700, 0, 5_000, 129, 64, 20, 900, 12_000, 1_500, 33, 2_500),
-}  # fmt: skip
+}
 
 
 def orders_of(lengths, window=(-1, 0)):
     batch = thdattn.PackedBatch(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, 64, causal=True, window=(window[0], -1),
-                                    engine="reference")  # fmt: skip
+                                    engine="reference")
     tiles = host_arrays(thdattn.Sharding(batch, 1, "contiguous"), 0, window, (128, 128)).query_tiles
     return attention.plan(batch, "contiguous"), tiles
 
@@ -79,7 +79,7 @@ def test_few_queries_have_many_heads_whatever_the_lengths_are(local_rows, wanted
     ("sixteen", 64, 1), ("sixteen", 128, 2), ("sixteen", 192, 4),  # 512: 256 columns a split
     ("four", 64, 2), ("four", 128, 4),  # 2,048: 128 columns
     ("one", 64, 2), ("one", 256, 4),
-])  # fmt: skip
+])
 def test_a_split_has_fewer_heads_the_longer_the_sequences_are(pack, head_dim, splits):
     plan, _ = orders_of(PACKS[pack])
     assert scheduler.splits_per_kv_head(H100, plan, 128, 8, 4, head_dim) == [(splits, inf)]
@@ -109,7 +109,7 @@ def test_splits_of_longer_sequences_take_few_heads_together():
 
 @pytest.mark.parametrize(("tiles", "heads", "divides"), [
     (1, 1, True), (16, 8, True), (16, 17, False), (0, 4, False),
-])  # fmt: skip
+])
 def test_keys_are_divided_where_tiles_are_few(tiles, heads, divides):
     plan = SimpleNamespace(num_tiles=(tiles, 1), has_trees=False)
     assert scheduler.splits_keys(H100, TILES[128, 128].forward_sm90, plan, heads) == divides

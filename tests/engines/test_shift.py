@@ -15,7 +15,7 @@ from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 
 DTYPES = (np.int32, np.int64, np.float32, BFLOAT16, np.uint8, np.complex128)
 ONE_LEVEL = [Way("all_gather", sharding, size) for sharding in ("dual_chunk", "contiguous", "balanced")
-             for size in (1, 2, 3, 4)]  # fmt: skip
+             for size in (1, 2, 3, 4)]
 SHIFTS = (1, 2, 5, 40, 10**6, -1, -7, 0)
 
 
@@ -35,7 +35,7 @@ def poisoned(batch, rows, documents):
 def filled(batch, rows, documents, fill):
     """A rank's rows, row by row; those without a token are fill."""
     token = {int(begin) + i: x for begin, document in zip(batch.cu_seqlens_padded[:-1], documents, strict=True)
-             for i, x in enumerate(document)}  # fmt: skip
+             for i, x in enumerate(document)}
     made = [token.get(int(row), fill) for row in rows]
     return np.array(made, fill.dtype).reshape(len(rows), *fill.shape)
 
@@ -131,7 +131,7 @@ WRONG = {  # x by rank, n, fill; the error of one rank alone; its text
     "fill of bytes": ([np.zeros(6, np.uint8)] * 2, 1, [0, -1], ValueError, r"fill is -1, wanted a value of uint8"),
     "fill of flags": ([np.zeros(6, bool)] * 2, 1, [0, 2], ValueError, r"fill is 2, wanted a value of bool"),
     "a large fill": ([np.zeros(6, int)] * 2, 1, [0, 2**70], ValueError, r"fill is 1180\d+, wanted a value of int64"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -182,7 +182,7 @@ def test_ranks_that_ask_for_different_shifts_and_other_comms_are_refused():
 @pytest.mark.parametrize(("way", "dtype", "lengths_on_gpu"), [
     *((way, dtype, False) for way in [*ONE_LEVEL, Way("a2a", "contiguous", 2)] for dtype in DTYPES),
     *((way, np.int32, True) for way in ONE_LEVEL if way.sharding != "balanced"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_shifts_on_a_gpu(cupy, poisoned_gpu, way, dtype, lengths_on_gpu):
     def there(batch):
         offsets = map(cupy.asarray, (batch.cu_seqlens, batch.cu_seqlens_padded))

@@ -32,7 +32,7 @@ from thdattn.kernels.configs import TILES
 FLOAT64, FLOAT32, FLOAT16 = map(np.dtype, ("float64", "float32", "float16"))
 # A cap of 30 is far above most logits, 1.5 is among them.
 KINDS = {"sinks": {"sinks": True}, "softcap": {"softcap": 30.0}, "low": {"softcap": 1.5},
-         "both": {"softcap": 30.0, "sinks": True}}  # fmt: skip
+         "both": {"softcap": 30.0, "sinks": True}}
 LENGTHS = (257, 3, 64, 0, 100, 17, 190)
 WAYS = [*ways((2, 2), sizes=(3, 4), heads=(4,)), Way("all_gather", "dual_chunk", 2)]
 
@@ -94,7 +94,7 @@ def test_errs_no_more_than_fused_attention(engine, case, dtype, cp_size):
 
 @on_engines(with_kinds([CASES[name] for name in ("cross-causal", "cross-window-lopsided", "cross-sees-nothing",
                                                  "capacity-of-a-tile")], ["both"]),
-            reference=[FLOAT64], cuda=[BFLOAT16], portable=[BFLOAT16], cp_sizes=(1,))  # fmt: skip
+            reference=[FLOAT64], cuda=[BFLOAT16], portable=[BFLOAT16], cp_sizes=(1,))
 def test_rows_that_see_no_key_leave_the_sink_alone(engine, case, dtype, cp_size):
     engine.check(case, cp_size, dtype)
 
@@ -102,7 +102,7 @@ def test_rows_that_see_no_key_leave_the_sink_alone(engine, case, dtype, cp_size)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("engine", "dims"), [
     ("reference", (12, 8)), *(pytest.param("cuda", dims, marks=pytest.mark.gpu) for dims in TILES),
-], indirect=["engine"], ids=str)  # fmt: skip
+], indirect=["engine"], ids=str)
 def test_decode_is_the_oracle(engine, dims, kind):
     case = Case("decode", (700,), heads=(8, 2), dims=dims, **KINDS[kind])
     q, k, v, _ = random_inputs(case, BFLOAT16)
@@ -178,7 +178,7 @@ def test_gradients_of_sinks_are_shares_of_ranks():
     ({"softcap": "30"}, None, TypeError, "softcap is '30', wanted a number; 0 is no cap"),
     ({"softcap": True}, None, TypeError, "softcap is True, wanted a number"),
     ({"softcap": np.inf}, None, ValueError, "softcap is inf, wanted a finite number > 0"),
-])  # fmt: skip
+])
 def test_wrong_arguments_say_what_is_wanted(options, sinks, error, says):
     with pytest.raises(error, match=says):
         layer = thdattn.CPAttention(thdattn.comm.init("single"), 4, 8, dtype="float32", engine="reference", **options)

@@ -31,7 +31,7 @@ def own_matrix_instructions(monkeypatch):
     (112, "sm_90a", "bwd_sm90<bf16, bf16, bf16", "panels must divide the columns of dq"),
     (160, "sm_90a", "by_gradient_sm90<bf16, bf16, bf16", "tiles must have slabs of 64 columns"),
     (160, "sm_90a", "bwd_dq_sm90<bf16, bf16", "tiles must have slabs of 64 columns"),
-])  # fmt: skip
+])
 def test_a_head_dim_that_kernels_cannot_have_is_refused(head_dim, arch, only, reason):
     verdicts = dict(spills.judge_all(head_dim, head_dim, arch, only))
     assert verdicts

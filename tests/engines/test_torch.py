@@ -40,7 +40,7 @@ from thdattn.torch import (  # noqa: E402
 )
 
 WAYS = [Way("all_gather", "balanced", 2), Way("a2a", "contiguous", 2), Way("p2p", "dual_chunk", 2),
-        Way("a2a+all_gather", "balanced", 4, 2)]  # fmt: skip
+        Way("a2a+all_gather", "balanced", 4, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def nothing_kept():
 @pytest.mark.parametrize(("causal", "window", "cp_size", "way"), [
     *((*mask, cp_size, None) for mask in MASKS for cp_size in (1, 2, 4)),
     *((True, (20, 0), way.cp_size, way) for way in WAYS),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_float64_is_torchs_own_attention(causal, window, cp_size, way):
     documents = random_documents(np.float64)
     found = by_ranks(documents, torch.float64, causal, window, cp_size, way=way)
@@ -66,7 +66,7 @@ def test_a_module_passes_the_method_on(way):
 
     def program(comm):
         module = ContextParallelAttention(way.comm(comm), HEADS, HEAD_DIM, num_kv_heads=KV_HEADS, dtype=torch.float64,
-                                          engine="reference", cp_comm_type=way.cp_comm_type)  # fmt: skip
+                                          engine="reference", cp_comm_type=way.cp_comm_type)
         batch = thdattn.PackedBatch.from_lengths(LENGTHS, 2 * comm.size)
         assert module.attn.cp_comm_type == way.cp_comm_type and module.attn.comm.size == comm.size
         assert module.plan(batch, way.sharding).sharding.strategy == way.sharding

@@ -84,7 +84,7 @@ def test_varlen_attention_with_all_options_in_one_graph(as_given):
 
     def layer(q, k, v, sinks, ends, key_ends, *longest):
         return varlen_attention(q, k, v, ends, key_ends, *longest, softmax_scale=0.1, window_size=(3, 1), softcap=2.0,
-                                deterministic=True, sinks=sinks)  # fmt: skip
+                                deterministic=True, sinks=sinks)
 
     graphs = []
     whole = compiled(layer, graphs)
@@ -347,7 +347,7 @@ def test_on_a_gpu_nothing_is_kept_when_the_graph_is_gone(torch_cuda, cupy):
     attn = cp_attention(thdattn.comm.init("single"), torch.bfloat16, torch_cuda)
     whole = torch.compile(lambda q, k, v, plan: attention(q, k, v, attn, plan), backend="aot_eager", fullgraph=True)
     leaves = [torch.randn(4096, heads, HEAD_DIM, device=torch_cuda, dtype=torch.bfloat16, requires_grad=True)
-              for heads in (HEADS, KV_HEADS, KV_HEADS)]  # fmt: skip
+              for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
     def step():
         with on_torch_stream(torch.device(torch_cuda)):

@@ -62,7 +62,7 @@ SINKS = np.array([0.5, -1, 3, 0])
     *((pack, *mask, {"softmax_scale": 0.5}) for pack in PACKS for mask in MASKS),
     *(("cross", True, (-1, -1), options) for options in ({"softcap": 1.5}, {"sinks": SINKS},
                                                          {"softcap": 2, "sinks": SINKS})),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_float64_is_the_oracle(poisoned_host, pack, causal, window, options):
     lengths, key_lengths = PACKS[pack]
     inputs = drawn(lengths, key_lengths, np.float64, (8, 6), slack=3)
@@ -128,7 +128,7 @@ def test_arguments_have_the_names_and_the_order_of_flash_attn():
     assert positional == [
         "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale",
         "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs", "block_table",
-    ]  # fmt: skip
+    ]
 
 
 # --- plans that are kept ---------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_parts_are_captured_as_the_configuration_says_and_else_run_eagerly(activ
         calls = []
         function = graphs.captured(lambda x, calls=calls: (calls.append("f"), add(x, 1))[1], part, part)
         pair = graphs.pair(lambda x, calls=calls: (calls.append("f"), (add(x, 1), x))[1],
-                           lambda dx, x, calls=calls: (calls.append("b"), add(dx, x))[1], part, part)  # fmt: skip
+                           lambda dx, x, calls=calls: (calls.append("b"), add(dx, x))[1], part, part)
         for i in range(4):
             x = fake_cupy.array([i])
             assert [y.tolist() for y in (function(x), pair.backward(*pair.forward(x)))] == [[i + 1], [2 * i + 1]]
@@ -115,7 +115,7 @@ class Named(NamedTuple):
 def test_structures_keep_their_kinds_and_frozen_ones_of_graphs_stay_what_they_are(active):
     graphs, seen = active(), []
     pair = graphs.pair(lambda x: (add(x, 1), Kept(add(x, 2), {"scale": 3})),
-                       lambda dout, kept: (seen.append(kept), add(dout, kept.x))[1], "layer")  # fmt: skip
+                       lambda dout, kept: (seen.append(kept), add(dout, kept.x))[1], "layer")
     for i in range(4):
         out, kept = pair.forward(fake_cupy.array([i]))
         assert (out.tolist(), pair.backward(fake_cupy.array([10.0]), kept).tolist()) == ([i + 1], [i + 12])
@@ -170,7 +170,7 @@ WRONG_CALLS = {
     "structure": (lambda x: x((fake_cupy.array([1, 2]), 1)), TypeError, r"found batches\[0\]\[1\] only in the call"),
     "leaf": (lambda x: x(1), ValueError, r"f: batches\[0\] is 1, wanted \(a ndarray of shape \(2,\),\)"),
     "keyword": (lambda x: x(more=1), TypeError, "f: found more only in the call"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)

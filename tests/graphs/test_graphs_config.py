@@ -30,14 +30,14 @@ MEGATRON = {  # its enums, whose members have numbers there
     "CudaGraphScope": ["full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba",
                        "full_iteration_inference"],
     "InferenceCudaGraphScope": ["none", "layer", "block"],
-}  # fmt: skip
+}
 Numbers = enum.Enum("Numbers", MEGATRON["CudaGraphScope"])
 Text = enum.Enum("Text", {"attn": "a"}, type=str)
 
 DEFAULTS = {
     "impl": "none", "modules": (), "inference_scope": "none", "max_packed_seqs": None, "max_tokens_per_rank": None,
     "warmup_steps": 3, "on_overflow": "eager", "single_pool": True, "max_packed_nodes": None,
-}  # fmt: skip
+}
 LOCAL = {"impl": "local", "inference_scope": "layer"}
 AS_LOCAL = {"impl": "local", "inference_scope": "none"}  # what transformer_engine becomes
 WHOLE = {"impl": "full_iteration", "inference_scope": "none"}
@@ -50,7 +50,7 @@ ITERATION = "cuda_graph_modules='full_iteration' is deprecated, use cuda_graph_i
 BLOCK = "use cuda_graph_impl='local' with inference_cuda_graph_scope='block' instead"
 INFERENCE = f"cuda_graph_modules='full_iteration_inference' is deprecated, {BLOCK}"
 RUNS_AS_LOCAL = ("cuda_graph_impl='transformer_engine' captures per layer and runs as cuda_graph_impl='local' without "
-                 "graphs for inference")  # fmt: skip
+                 "graphs for inference")
 
 
 def options(impl=None, modules=None, scope=None, **others):
@@ -86,7 +86,7 @@ ACCEPTED = {  # options -> fields that are not the default
     "former flags unset": (options("local", enable_cuda_graph=False, external_cuda_graph=False), LOCAL),
     "max_packed_seqs": (options("local", cuda_graph_max_packed_seqs=64), {**LOCAL, "max_packed_seqs": 64}),
     "warmup_steps": (options("full_iteration", cuda_graph_warmup_steps=0), {**WHOLE, "warmup_steps": 0}),
-}  # fmt: skip
+}
 MIGRATED = {  # options -> fields, texts of the warnings
     "enable_cuda_graph": ({"enable_cuda_graph": True}, LOCAL, [ENABLE]),
     "enable_cuda_graph, block": (
@@ -122,7 +122,7 @@ MIGRATED = {  # options -> fields, texts of the warnings
         options("none", "full_iteration_inference,attn"),
         {**LOCAL, "inference_scope": "block", "modules": ("attn",)}, [INFERENCE],
     ),
-}  # fmt: skip
+}
 EXPERTS = "wanted some of 'attn', 'mlp', 'mamba', as mixture of experts is not part of this package"
 REFUSED = {  # options -> what the message says, both sides of a conflict
     "impl unknown": (options("global"), ["cuda_graph_impl is 'global', wanted 'none', 'local'"]),
@@ -192,7 +192,7 @@ REFUSED = {  # options -> what the message says, both sides of a conflict
         options("full_iteration", "attn,mlp"),
         ["cuda_graph_modules is ('attn', 'mlp') with cuda_graph_impl='full_iteration', wanted none"],
     ),
-}  # fmt: skip
+}
 FIELDS = {f"cuda_graph_{name}": name for name in DEFAULTS}  # what CudaGraphConfig takes itself
 FIELDS |= {"inference_cuda_graph_scope": "inference_scope", "cuda_graph_scope": "cuda_graph_scope"}
 def flag(option):
@@ -271,7 +271,7 @@ def test_enums_are_those_of_megatron_and_strings_too(kind):
     ("--cuda-graph-scope full_iteration_inference", "--cuda-graph-scope is ['full_iteration_inference']"),
     ("--cuda-graph-modules attn,full_iteration_inference --cuda-graph-impl local",
      "--cuda-graph-modules is ['attn,full_iteration_inference']"),
-])  # fmt: skip
+])
 def test_a_program_without_inference_refuses_its_scope_by_name(words, by, capsys):
     parser = argparse.ArgumentParser("train.py")
     add_arguments(parser)
@@ -302,7 +302,7 @@ def test_a_program_without_inference_refuses_its_scope_by_name(words, by, capsys
     ("warmup_steps", None, TypeError, "warmup_steps is None, a NoneType; wanted an int"),
     ("on_overflow", "truncate", ValueError, "on_overflow is 'truncate', wanted 'eager' or 'error'"),
     ("single_pool", 1, TypeError, "single_pool is 1, a int; wanted True or False"),
-)  # fmt: skip
+)
 def test_configuration(argument, value, kind, message):
     refuses(lambda **changed: CudaGraphConfig(**{"impl": "local", **changed}), argument, value, kind, message)
 

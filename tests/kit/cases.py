@@ -137,7 +137,7 @@ TOO_SMALL_TO_TELL = {
     "no-sequences-contiguous", "one-token", "ranks-of-padding-dual", "window-self", "window-self-causal",
     "worked-example", "two-of-eight", "two-and-three", "fewer-tokens-than-ranks", "ranks-of-padding", "te-1930",
     "fewer tokens than ranks",
-}  # fmt: skip
+}
 
 CASES = {case.name: case for case in (*SMALL, *CROSS, *BIG, LONG)}
 
@@ -191,7 +191,7 @@ def on_engines(
                      marks=marks(name, cp_size))
         for name in dtypes for case in cases for dtype in dtypes[name] for cp_size in cp_sizes
         if cp_size in case.cp_sizes
-    ], indirect=["engine"])  # fmt: skip
+    ], indirect=["engine"])
 
 
 # The CUDA engine also with its kernels for every GPU.

@@ -33,7 +33,7 @@ ENGINE = "attn_fwd", "attn_bwd", "to_sequence_order", "to_rank_order", "pack_row
 GATHERED = "all_gather", None  # cp_comm_type and sharding
 # Those that nothing is gathered for: cp_comm_type, sharding, groups of heads.
 METHODS = (("a2a", "contiguous", 1), ("a2a", "contiguous", 2), ("a2a", "dual_chunk", 2), ("all_gather", "balanced", 1),
-           ("p2p", "dual_chunk", 1))  # fmt: skip
+           ("p2p", "dual_chunk", 1))
 
 
 class Pointer(NamedTuple):
@@ -72,7 +72,7 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
     peers = ((windows.MemOps, "__call__"), (transport._Slice, "pull"), (transport, "_copy_rows"),
              (transport.PeerMemory, "_copy"), (transport.PeerMemory, "_add"),
              (SideNccl, "_gather"), (SideNccl, "_exchanged"), (SideNccl, "_reduced"), (SideNccl, "_follow"),
-             (SideNccl, "_recorded"))  # fmt: skip
+             (SideNccl, "_recorded"))
     places = [*((cuda, name, current) for name in ENGINE), *((*method, last) for method in peers),
               (transport.PeerMemory, "all_to_all", current)]
     with contextlib.ExitStack() as stack:
@@ -111,7 +111,7 @@ def inputs_of(cupy: Any, layer: thdattn.CPAttention, plan: Any, seed: int = 0) -
     """q, k, v, dout of this rank, of which rows without a token are NaN."""
     rng, valid = np.random.default_rng([seed, plan.cp_rank]), to_host(plan.valid)
     shapes = ((layer.num_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim),
-              (layer.num_kv_heads, layer.v_head_dim), (layer.num_heads, layer.v_head_dim))  # fmt: skip
+              (layer.num_kv_heads, layer.v_head_dim), (layer.num_heads, layer.v_head_dim))
     made = [rng.standard_normal((plan.local_rows, *shape), np.float32) for shape in shapes]
     for x in made:
         x[~valid] = np.nan
@@ -147,7 +147,7 @@ def in_flight(layer: thdattn.CPAttention, plan: Any, inputs: list[Any]) -> list[
         if again and number > 1:
             again.append(layer.gather(made[number - 2][1].k, made[number - 2][1].v, plan))
     return [(out, saved.lse, saved.max_logit, dq, *dk_dv())
-            for (out, saved), (dq, dk_dv) in zip(made, grads, strict=True)]  # fmt: skip
+            for (out, saved), (dq, dk_dv) in zip(made, grads, strict=True)]
 
 
 def same(found: list[Any], wanted: list[list[bytes]], what: str) -> None:
@@ -162,7 +162,7 @@ def same(found: list[Any], wanted: list[list[bytes]], what: str) -> None:
 def check(
     cupy: Any, comm: thdattn.comm.Comm, head_groups: int | None, keep_keys: bool, method: tuple[Any, Any] = GATHERED,
     seeds: range = range(2),
-) -> None:  # fmt: skip
+) -> None:
     """Everything, with a non-blocking stream current.
 
     Args:
@@ -191,13 +191,13 @@ def together(layer: thdattn.CPAttention, plan: Any, inputs: list[Any]) -> list[t
     made = [layer.forward(q, k, v, plan, return_max_logit=True) for q, k, v, _ in inputs]
     grads = [layer.start_backward(dout, saved) for (*_, dout), (_, saved) in zip(inputs, made, strict=True)]
     return [(out, saved.lse, saved.max_logit, dq, *dk_dv())
-            for (out, saved), (dq, dk_dv) in zip(made, grads, strict=True)]  # fmt: skip
+            for (out, saved), (dq, dk_dv) in zip(made, grads, strict=True)]
 
 
 def plans_that_are_dropped_at_work(
     cupy: Any, layer: thdattn.CPAttention, batches: Any, sharding: str | None, inputs: Any, wanted: Any,
     calls: Callable[..., Any],
-) -> None:  # fmt: skip
+) -> None:
     """The host does not wait between them; gathers go to two streams in turn. Work is left on its way."""
     here = cupy.cuda.get_current_stream()
     streams = [here, here, *[cupy.cuda.Stream(non_blocking=True)] * 2] if calls is in_flight else [here]

@@ -177,5 +177,5 @@ def module():
         Stream=Stream, MemoryPool=MemoryPool, using_allocator=using_allocator, Memory=Memory,
         MemoryPointer=lambda memory, offset: memory, get_current_stream=lambda: current[0],
         runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError),
-    )  # fmt: skip
+    )
     return made

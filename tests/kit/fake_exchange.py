@@ -116,7 +116,7 @@ class Exchanged:
         """(address, bytes) of all that follow each other in a message to or from a rank."""
         cuts = self._cargo[side][: int(self._cargo["num_slices"])]
         return [(int(cut["of"][rank]) + row * int(cut["pitch"]) * self._word, int(cut["words"][rank]) * self._word)
-                for cut in cuts for row in range(int(cut["rows"]))]  # fmt: skip
+                for cut in cuts for row in range(int(cut["rows"]))]
 
 
 def _within(pieces, byte):

@@ -363,7 +363,7 @@ class Machine:
             memcpyDeviceToHost=2, memcpyDefault=4, streamSynchronize=lambda stream: None, ipcGetMemHandle=self._handle,
             ipcOpenMemHandle=self._open, ipcCloseMemHandle=self._close, CUDARuntimeError=CUDARuntimeError,
             memGetInfo=lambda: (self.gpu.left, 1 << 40),
-        )  # fmt: skip
+        )
         made.machine, made.asarray, made.get_default_memory_pool = self, self.asarray, lambda: self.gpu
         made.ndarray = lambda shape, dtype, place, strides=None: self.array(shape, dtype, place, strides)
         made.cuda = SimpleNamespace(
@@ -371,7 +371,7 @@ class Machine:
             get_current_stream=lambda: self.stream, Stream=self._stream,
             Device=lambda: Device(self), Memory=lambda size: Memory(self, size),
             UnownedMemory=lambda pointer, size, owner: SimpleNamespace(ptr=pointer),
-            MemoryPointer=lambda memory, offset: memory.ptr + offset)  # fmt: skip
+            MemoryPointer=lambda memory, offset: memory.ptr + offset)
         return made
 
     def _stream(self, non_blocking, priority):
@@ -428,5 +428,5 @@ def installed(machine):
           mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
           mock.patch.object(layout, "rounded_up", lambda num_bytes: num_bytes),
           mock.patch.object(reduce.compiler, "kernel", machine.kernel),
-          mock.patch.dict(reduce.REDUCE_KERNELS, float32="thd_peer_reduce")):  # fmt: skip
+          mock.patch.dict(reduce.REDUCE_KERNELS, float32="thd_peer_reduce")):
         yield machine

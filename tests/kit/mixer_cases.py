@@ -96,7 +96,7 @@ CASES = {case.name: case for case in (
     Case("no-convolution", (5, 70), padded=(6, 70), conv_width=1),
     Case("convolution-of-two", (5, 70, 1, 1), conv_width=2),
     Case("convolution-of-nine", (5, 70, 1, 3, 20), conv_width=9),
-)}  # fmt: skip
+)}
 # Of a norm: where, and which groups: one, those of B and C, or heads.
 NORMS = [("after_gate", "groups"), ("before_gate", "one"), ("before_gate", "heads"), ("after_gate", "one")]
 GPU_SIZES = Sizes(8, 64, 128, 1)
@@ -104,7 +104,7 @@ ON_GPUS = tuple(replace(CASES[name], sizes=GPU_SIZES) for name in (
     "no-sequences", "no-sequences-slack", "all-empty-padded", "one-token", "fewer-rows-than-ranks",
     "shorter-than-the-convolution", "resets-inside-chunks", "ranks-of-padding", "empty-between",
     "padding-ends-a-chunk", "ends-with-a-rank",
-))  # fmt: skip
+))
 MANY = Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 1000).tolist()), sizes=Sizes(2, 2, 2, 1))
 
 
@@ -119,7 +119,7 @@ def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, th
     weights = (
         rng.standard_normal((channels, case.conv_width)) / case.conv_width**0.5, 0.3 * rng.standard_normal(channels),
         np.log(rng.uniform(0.3, 4, heads)), rng.standard_normal(heads), rng.standard_normal(heads) - 1,
-    )  # fmt: skip
+    )
     if case.norm:
         weights = *weights, rng.uniform(0.5, 1.5, inner)
     kind = np.promote_types(dtype, np.float32)
@@ -211,7 +211,7 @@ def with_norm(case: Case, norm: Norm | tuple[str, str] | None) -> Case:
         return replace(case, name=f"{case} {norm.after_gate} {norm.groups}", norm=norm)
     place, groups = norm
     return replace(case, name=f"{case} {place} {groups}", norm=Norm(place == "after_gate", {
-        "groups": case.sizes.num_groups, "one": 1, "heads": case.sizes.num_heads}[groups]))  # fmt: skip
+        "groups": case.sizes.num_groups, "one": 1, "heads": case.sizes.num_heads}[groups]))
 
 
 def check_gradients(

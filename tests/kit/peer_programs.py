@@ -204,7 +204,7 @@ class Exchange:
         width = min(heads.stop - heads.start for heads in self.heads)
         self.out_of, self.into = (slice(heads.start, heads.start + width) for heads in self.heads)
         self.slices = [(sender, receiver, draw.randint(1, 4)) for sender in range(size) for receiver in range(size)
-                       if sender != receiver for _ in range(draw.choice([0, 1, 1, 2]))]  # fmt: skip
+                       if sender != receiver for _ in range(draw.choice([0, 1, 1, 2]))]
         self.sizes = np.zeros((size, size), int)
         for sender, receiver, rows in self.slices:
             self.sizes[sender, receiver] += rows * width * WIDTH * 4
@@ -456,7 +456,7 @@ def machine_of(size, seed):
           mock.patch.object(side, "WORTH_OVERLAPPING", 0),
           mock.patch.object(transport, "WORTH_COPYING", 0),  # so that some swaps are of copies
           mock.patch.object(exchange_launcher, "_LEAST_BYTES", 64),  # several chunks each, some empty
-          mock.patch.object(transport.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip
+          mock.patch.object(transport.PeerMemory, "_probe", lambda memory: None)):
         yield machine
 
 

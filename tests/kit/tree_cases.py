@@ -12,7 +12,7 @@ import thdattn
 
 # A prompt with empty and full children, a plain document, and a tree whose root is empty and whose leaves are deep.
 MIXED = Case("trees-mixed", (20, 7, 0, 9, 3, 40, 12, 0, 130, 5, 0, 6, 11),
-             parents=(-1, 0, 0, 2, 2, 0, -1, -1, 7, 8, 7, 10, 10), slack=5)  # fmt: skip
+             parents=(-1, 0, 0, 2, 2, 0, -1, -1, 7, 8, 7, 10, 10), slack=5)
 TREES = (
     MIXED,
     Case("trees-answers", (90, 31, 0, 17, 64, 1), parents=(-1, 0, 0, 0, 0, 0)),

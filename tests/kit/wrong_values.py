@@ -71,7 +71,7 @@ class NoDevice(Gradient):
 
 NO_INTS = (("8", "'8', a str"), (True, "True, a bool"), (np.True_, "np.True_, a bool"), (8.0, "8.0, a float"),
            (NAN, "nan, a float"), (None, "None, a NoneType"), ([4], "[4], a list"),
-           (np.array(4), "a ndarray of shape ()"), (OnAGpu(), "a OnAGpu of shape (8, 4, 8)"))  # fmt: skip
+           (np.array(4), "a ndarray of shape ()"), (OnAGpu(), "a OnAGpu of shape (8, 4, 8)"))
 
 
 def no_ints(*names):

@@ -28,7 +28,7 @@ from mixer_cases import (
     run,
     truth,
     with_norm,
-)  # fmt: skip
+)
 from ranks import graph_ranks
 from tree_cases import LONG
 
@@ -59,7 +59,7 @@ FORWARD = named([
     Case("over-all-ranks", (4500,), sizes=GPU_SIZES),
     Case("capacity", (700, 21), slack=1500, sizes=GPU_SIZES),
     Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 250).tolist()), sizes=GPU_SIZES),
-])  # fmt: skip
+])
 BACKWARD = named([
     *ON_GPUS,
     Case("chunk-edges", (63, 64, 65, 1), sizes=GPU_SIZES),
@@ -68,11 +68,11 @@ BACKWARD = named([
     Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 100).tolist()), sizes=GPU_SIZES),
     Case("over-all-ranks", (1300,), sizes=GPU_SIZES),
     Case("capacity", (300, 21), slack=1500, sizes=GPU_SIZES),
-])  # fmt: skip
+])
 ALL_SIZES = [
     Sizes(8, 64, 64, 8), Sizes(8, 64, 64, 1), Sizes(16, 64, 128, 2), Sizes(24, 64, 128, 8), Sizes(8, 64, 256, 1),
     Sizes(8, 128, 64, 4), Sizes(8, 128, 128, 1), Sizes(8, 128, 256, 8), Sizes(8, 64, 128, 8), Sizes(8, 128, 128, 8),
-]  # fmt: skip
+]
 
 
 def kinds(all_sizes, lengths):
@@ -81,7 +81,7 @@ def kinds(all_sizes, lengths):
         *(Case(f"{sizes.num_groups}-groups-of-{sizes.head_dim}-{sizes.state_dim}", lengths, sizes=sizes)
           for sizes in all_sizes),
         *(Case(f"convolution-of-{width}", lengths, sizes=GPU_SIZES, conv_width=width) for width in (1, 2, 3, 8)),
-    ]  # fmt: skip
+    ]
 
 
 SHORT = (130, 1, 2, 0, 70, 3, 20)
@@ -96,7 +96,7 @@ NORM_KINDS = [Case(f"{sizes} {norm}", SHORT, sizes=sizes, norm=norm) for sizes, 
     (Sizes(8, 128, 256, 8), Norm(False, 2)), (Sizes(40, 64, 64, 1), Norm(True)),
     (Sizes(64, 64, 128, 1), Norm(False)), (Sizes(80, 64, 64, 1), Norm(True)), (Sizes(128, 64, 64, 8), Norm(True, 1)),
     (Sizes(8, 64, 128, 1), Norm(True, 1, 0.5)),
-)]  # fmt: skip
+)]
 
 
 @cache
@@ -123,7 +123,7 @@ def check_all(case, dtype, made):
 
 def every(check, engines, cases, cp_sizes, dtypes):
     return [pytest.param(engine, case, dtype, cp_size, check, id=f"{check.__name__}-{engine}-{case}-{dtype}-{cp_size}")
-            for case in cases for engine in engines for dtype in dtypes for cp_size in cp_sizes]  # fmt: skip
+            for case in cases for engine in engines for dtype in dtypes for cp_size in cp_sizes]
 
 
 def some(cases, *names):
@@ -156,7 +156,7 @@ def some(cases, *names):
     *every(check_all, ENGINES, [with_norm(case, norm) for norm in WIDTHS[:2] for case in NORM_PACKS], (1, 3),
            [BFLOAT16]),
     *every(check_all, ["cuda"], NORM_KINDS, [2], DTYPES),
-], indirect=["engine"])  # fmt: skip
+], indirect=["engine"])
 def test_results_are_as_exact_as_on_the_host(engine, case, dtype, cp_size, check):
     check(case, dtype, run(case, cp_size, dtype, xp=engine.xp))
 
@@ -280,7 +280,7 @@ def first_rows_without_decay(zxbcdt, dout, rounding):
     columns, heads = columns_of(GPU_SIZES), GPU_SIZES.num_heads
     z, x, b, c, raw = (zxbcdt[:, part].astype(np.float64) for part in columns.values())
     slopes = {name: (1 + part * (1 - 1 / (1 + np.exp(-part)))) / (1 + np.exp(-part))
-              for name, part in (("x", x[:64]), ("B", b[:64]))}  # fmt: skip
+              for name, part in (("x", x[:64]), ("B", b[:64]))}
     x, b, c = (stored(part / (1 + np.exp(-part))) for part in (x[:64], b[:64], c))
     dy = stored(dout.astype(np.float64) * z / (1 + np.exp(-z)))
     steps = np.logaddexp(0, raw[:64])
@@ -386,7 +386,7 @@ def test_more_elements_than_32_bits_count(cupy):
     assert rows * 8512 > 2**31
     rng = np.random.default_rng(0)
     last, of_out = (cupy.random.standard_normal((alone, width), dtype=np.float32).astype(BFLOAT16).view(np.uint16)
-                    for width in (8512, 4096))  # fmt: skip
+                    for width in (8512, 4096))
     weights = thdattn.Mamba2Weights(*(cupy.asarray(x, np.float32) for x in (
         rng.standard_normal((4352, 4)), np.zeros(4352), np.log(rng.uniform(1, 16, 64)), np.ones(64), np.zeros(64))))
     zxbcdt, dout = cupy.zeros((rows, 8512), np.uint16), cupy.zeros((rows, 4096), np.uint16)
@@ -397,7 +397,7 @@ def test_more_elements_than_32_bits_count(cupy):
         return out.view(np.uint16), mixer.backward(dout.view(BFLOAT16), saved)[0].view(np.uint16)
 
     of_all, of_last = (out_and_gradient(*args) for args in (
-        (zxbcdt, dout, [0, rows - alone, rows]), (last, of_out, [0, alone])))  # fmt: skip
+        (zxbcdt, dout, [0, rows - alone, rows]), (last, of_out, [0, alone])))
     for x in of_all:
         assert not (x[:-alone] & 0x7FFF).any()
     assert cupy.array_equal(of_all[0][-alone:], of_last[0])
@@ -438,7 +438,7 @@ def test_more_chunks_than_a_grid_is_high(cupy):
 
 ROWS = 2100
 REPLAYED = [((300, 40, 1200), (304, 48, 1300)), ((1, 2000, 0), (2, 2098, 0)), ((0, 0, 0), (0, 0, 0)),
-            ((2100, 0, 0), (2100, 0, 0)), ((1024, 0, 1000), (1024, 5, 1071))]  # fmt: skip
+            ((2100, 0, 0), (2100, 0, 0)), ((1024, 0, 1000), (1024, 5, 1071))]
 
 
 @pytest.mark.usefixtures("engine")
@@ -502,7 +502,7 @@ def test_packs_through_one_graph_are_the_eager_results(cupy, norm):
 @pytest.mark.parametrize(("changes", "kind", "message"), [
     ({"head_dim": 96}, ValueError, "head_dim is 96, wanted one of 64, 128 for a Mamba-2 mixer on engine 'cuda'"),
     ({"dtype": "float32"}, TypeError, "dtype is float32, wanted one of float16, bfloat16 for engine 'cuda'"),
-])  # fmt: skip
+])
 def test_sizes_without_kernels_are_refused(cupy, changes, kind, message):
     sizes = {"num_heads": 8, "head_dim": 64, "state_dim": 128}
     with pytest.raises(kind, match=message):
@@ -525,7 +525,7 @@ PACKS = [
     *(Case(name, lengths, sizes=GPU_SIZES) for name, lengths in (
         ("over-all-ranks", (3000,)), ("own-and-crossing", (700, 1400, 3, 897)), ("own", (1500, 1500)))),
     Case(LONG.name, (), trees=LONG, sizes=GPU_SIZES),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -541,7 +541,7 @@ def test_peer_memory_gives_the_bits_of_collectives(cupy, monkeypatch, case):
     with cupy.cuda.Stream(non_blocking=True):
         comm = Loopback(monkeypatch)
         layers = [(mixer, mixer.plan(case.batch)) for mixer in (
-            case.mixer(each, BFLOAT16, engine="cuda") for each in (comm, Mirror()))]  # fmt: skip
+            case.mixer(each, BFLOAT16, engine="cuda") for each in (comm, Mirror()))]
         for seed in range(4):
             results = []
             for mixer, plan in layers:

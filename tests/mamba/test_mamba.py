@@ -28,7 +28,7 @@ from mixer_cases import (
     truth,
     two_layers,
     with_norm,
-)  # fmt: skip
+)
 
 import thdattn
 from thdattn import oracle
@@ -222,9 +222,9 @@ def on(engine, case, norm=None):
     *(("reference", dtype, None) for dtype in (FLOAT64, BFLOAT16, FLOAT16)),
     *(("reference", BFLOAT16, norm) for norm in NORMS),
     *(pytest.param(*gpu.values, norm, marks=gpu.marks) for gpu in ON_GPU for norm in (None, *NORMS)),
-], indirect=["engine"], ids=str)  # fmt: skip
+], indirect=["engine"], ids=str)
 @pytest.mark.parametrize("name", ["all-empty-padded", "ranks-of-padding", "empty-between", "padding-ends-a-chunk",
-                                  "capacity", "no-convolution", "starts-with-a-segment"])  # fmt: skip
+                                  "capacity", "no-convolution", "starts-with-a-segment"])
 def test_what_padding_holds_changes_no_bit(engine, dtype, norm, name):
     case = on(engine, CASES.get(name, LAST), norm)
     for cp_size in (1, 3):
@@ -243,7 +243,7 @@ def test_uninitialised_work_buffers_change_no_bit(name, request):
 
 
 RESTARTING = ("resets-inside-chunks", "chunk-edges", "empty-between", "segment-edges", "shorter-than-the-convolution",
-              "ends-with-a-rank")  # fmt: skip
+              "ends-with-a-rank")
 
 
 @pytest.mark.parametrize(("engine", "name", "dtype", "cp_size", "norm"), [
@@ -254,7 +254,7 @@ RESTARTING = ("resets-inside-chunks", "chunk-edges", "empty-between", "segment-e
       for cp_size in (1, 3) for name, dtype in (
           *((name, BFLOAT16) for name in RESTARTING), ("resets-inside-chunks", FLOAT16))),
     pytest.param("cuda", "resets-inside-chunks", BFLOAT16, 1, Norm(True, 4), marks=pytest.mark.gpu),
-], indirect=["engine"], ids=str)  # fmt: skip
+], indirect=["engine"], ids=str)
 def test_a_document_changes_no_bit_of_another(engine, name, dtype, cp_size, norm):
     """Gradients of the other documents are 4 million times smaller; large steps make sums of decays rough."""
     case = on(engine, CASES.get(name, Case("segment-edges", (2047, 130, 1900))), norm)

@@ -26,7 +26,7 @@ def checkpoint(sizes, seed=0):
     channels = inner + 2 * groups * state_dim
     shapes = {"in_proj.weight": (inner + channels + heads, HIDDEN), "conv1d.weight": (channels, 1, 4),
               "conv1d.bias": (channels,), "A_log": (heads,), "D": (heads,), "dt_bias": (heads,),
-              "norm.weight": (inner,), "out_proj.weight": (HIDDEN, inner)}  # fmt: skip
+              "norm.weight": (inner,), "out_proj.weight": (HIDDEN, inner)}
     return {name: torch.tensor(rng.uniform(-1, 1, shape), requires_grad=True) for name, shape in shapes.items()}
 
 
@@ -36,7 +36,7 @@ def layer(u, state, sizes, norm_before_gate, group_size):
     inner, width = heads * head_dim, groups * state_dim
     z, xbc, dt = (u @ state["in_proj.weight"].T).split([inner, inner + 2 * width, heads], dim=1)
     convolved = functional.conv1d(xbc.T[None], state["conv1d.weight"], state["conv1d.bias"], padding=3,
-                                  groups=inner + 2 * width)[0, :, : len(u)].T  # fmt: skip
+                                  groups=inner + 2 * width)[0, :, : len(u)].T
     x, b, c = functional.silu(convolved).split([inner, width, width], dim=1)
     x = x.unflatten(1, (heads, head_dim))
     b, c = (part.unflatten(1, (groups, state_dim)).repeat_interleave(heads // groups, dim=1) for part in (b, c))

@@ -19,7 +19,7 @@ from mixer_cases import (
     random_inputs,
     truth,
     with_norm,
-)  # fmt: skip
+)
 from mixer_decoding import (
     A_GROUP_PER_HEAD,
     ONE_GROUP,
@@ -44,12 +44,12 @@ USUAL = replace(TEXTS, name="usual", sizes=Sizes(8, 64, 128, 2))
 USUAL_TEXTS = replace(USUAL, name="usual texts")
 LONG = replace(USUAL, name="long", lengths=(1023, 1024, 1025, 2100), padded=(1024, 1024, 1030, 2100))
 ALL_SIZES = [Sizes(8, 64, 64, 1), USUAL.sizes, Sizes(8, 64, 256, 4), Sizes(8, 128, 64, 8), Sizes(8, 128, 128, 1),
-             Sizes(8, 128, 256, 2), Sizes(24, 64, 128, 3)]  # fmt: skip
+             Sizes(8, 128, 256, 2), Sizes(24, 64, 128, 3)]
 NORM_SIZES = [
     (Sizes(8, 64, 64, 8), Norm(True, 8)), (Sizes(16, 64, 128, 2), Norm(True, 2)),
     (Sizes(8, 128, 64, 4), Norm(False, 4)), (Sizes(24, 64, 128, 8), Norm(True, 8)),
     (Sizes(8, 128, 256, 8), Norm(False, 2)), (Sizes(40, 64, 64, 1), Norm(True)),
-]  # fmt: skip
+]
 GPU_NORMS = [Norm(True, 8), Norm(False, 4), Norm(True, 1), Norm(False, 1)]
 BOTH_DTYPES = (BFLOAT16, FLOAT16)
 
@@ -88,7 +88,7 @@ def test_two_rows_worked_by_hand():
     case = Case("one", (1,), sizes=Sizes(1, 1, 1, 1), conv_width=2)
     e = np.exp(1.0)
     weights = weights_of(case, conv_weight=np.array([[0, 1], [0, 1], [1.0, 1]]), conv_bias=np.zeros(3),
-                         A_log=np.zeros(1), D=np.array([10.0]), dt_bias=np.log([e - 1]))  # fmt: skip
+                         A_log=np.zeros(1), D=np.array([10.0]), dt_bias=np.log([e - 1]))
     mixer = case.mixer(SINGLE, FLOAT64)
     cache = mixer.cache(1)
     first = mixer.decode(np.array([[1e3, 200.0, 300, 400, 0]]), weights, cache)
@@ -101,7 +101,7 @@ def test_two_rows_worked_by_hand():
 
 
 CASES_EXACT = [TEXTS, ONE_GROUP, A_GROUP_PER_HEAD, *(with_norm(TEXTS, norm) for norm in NORMS),
-               *(replace(TEXTS, name=f"convolution of {width}", conv_width=width) for width in (1, 2, 9))]  # fmt: skip
+               *(replace(TEXTS, name=f"convolution of {width}", conv_width=width) for width in (1, 2, 9))]
 CASES_GPU = [*(replace(TEXTS, name=str(sizes), sizes=sizes) for sizes in ALL_SIZES),
              *(replace(TEXTS, name=f"{sizes} {norm}", sizes=sizes, norm=norm) for sizes, norm in NORM_SIZES)]
 WIDTHS_GPU = [replace(USUAL, name=f"convolution of {width}", conv_width=width) for width in (1, 2, 3, 8)]
@@ -112,7 +112,7 @@ WIDTHS_GPU = [replace(USUAL, name=f"convolution of {width}", conv_width=width) f
     *(on(WIDE, dtype, True, engine="reference") for dtype in (FLOAT32, BFLOAT16, FLOAT16)),
     *(on(case, dtype, True, engine="cuda") for case in CASES_GPU for dtype in BOTH_DTYPES),
     *(on(case, BFLOAT16, prompted, engine="cuda") for case in WIDTHS_GPU for prompted in (True, False)),
-])  # fmt: skip
+])
 def test_step_after_step_is_the_forward_over_whole_texts(engine, case, dtype, prompted):
     """By the accuracy rule, which for 16 bits has no room for a second rounding."""
     prompts, exact = PROMPTS if prompted else NO_PROMPTS, truth(case, dtype).out
@@ -130,7 +130,7 @@ def test_step_after_step_is_the_forward_over_whole_texts(engine, case, dtype, pr
     *(on(with_norm(WIDE_GROUPS, norm), BFLOAT16, engine="reference") for norm in NORMS),
     *(on(case, dtype, engine="cuda") for case in (USUAL, *(with_norm(USUAL_TEXTS, norm) for norm in GPU_NORMS))
       for dtype in BOTH_DTYPES),
-])  # fmt: skip
+])
 def test_of_texts_without_a_prompt_the_result_alone_is_rounded(engine, case, dtype):
     assert_rounded_once(decode_all(case, NO_PROMPTS, dtype, engine.name, engine.xp), truth(case, dtype).out)
 
@@ -138,7 +138,7 @@ def test_of_texts_without_a_prompt_the_result_alone_is_rounded(engine, case, dty
 @pytest.mark.usefixtures("poisoned_host")
 @pytest.mark.parametrize("name", ["shorter-than-the-convolution", "empty-between", "padding-ends-a-chunk",
                                   "chunk-edges", "resets-inside-chunks", "all-empty-padded",
-                                  "ends-with-chunks"])  # fmt: skip
+                                  "ends-with-chunks"])
 def test_a_filled_cache_is_one_that_took_every_row(name):
     case = CASES.get(name, ENDS)
     zxbcdt, weights, _ = random_inputs(case, FLOAT64)
@@ -232,7 +232,7 @@ def test_float16_states_may_leave_its_range():
     case = Case("large", (1,), sizes=Sizes(1, 1, 1, 1), conv_width=1)
     weights = thdattn.Mamba2Weights(*(x.astype(FLOAT32) for x in weights_of(
         case, conv_weight=np.ones((3, 1)), conv_bias=np.zeros(3), A_log=np.array([-20.0]), dt_bias=np.zeros(1)
-    )))  # fmt: skip
+    )))
     mixer = case.mixer(SINGLE, FLOAT16)
     cache = mixer.cache(1)
     for _ in range(40):
@@ -360,7 +360,7 @@ def decoded(mixer, cache, rows=2, dtype=FLOAT32, **changes):
         (lambda m, c: c.fill(saved_of([4, 1], conv_width=3)), ValueError,
          "saved was made with conv_width 3, wanted 4; pass what a forward of this mixer returned"),
     ],
-)  # fmt: skip
+)
 def test_wrong_values_are_named(call, error, message):
     mixer = TEXTS.mixer(SINGLE, FLOAT32)
     with pytest.raises(error, match=message):

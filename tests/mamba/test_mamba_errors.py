@@ -24,7 +24,7 @@ SHAPES = {"conv_weight": (32, 4), "conv_bias": (32,), "A_log": (4,), "D": (4,), 
 
 def mixer(comm=SINGLE, **changes):
     arguments = {"num_heads": 4, "head_dim": 3, "state_dim": 5, "num_groups": 2, "dtype": "float32",
-                 "engine": "reference"}  # fmt: skip
+                 "engine": "reference"}
     return thdattn.Mamba2Mixer(comm, **{**arguments, **changes})
 
 
@@ -50,7 +50,7 @@ def weights(**changes):
     ("norm_eps", 0, ValueError, "norm_eps is 0, wanted a finite number > 0; 1e-5 is usual"),
     ("comm", 4, TypeError, "comm is 4, a int; wanted a Comm; make one with thdattn.comm.init()"),
     ("comm", (SINGLE, SINGLE), TypeError, "comm is … a tuple; wanted a Comm"),
-)  # fmt: skip
+)
 def test_bad_mixer(argument, value, kind, message):
     norm = {"norm": "after_gate"} if argument.startswith("norm_") else {}
     refuses(lambda **bad: mixer(**{**norm, **bad}), argument, value, kind, message)
@@ -78,7 +78,7 @@ def test_a_comm_of_other_arrays_is_refused():
     ({"num_heads": 12}, "num_heads is 12, wanted a multiple of 8"),
     ({"num_heads": 4}, "num_heads is 4, wanted a multiple of 8"),
     ({"num_heads": 136, "norm": "after_gate"}, "d_inner // norm_groups is 8704, wanted 1 to 8192"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_sizes_that_an_engine_has_no_kernels_for_are_refused_with_the_remedy(monkeypatch, changes, wanted):
     """The NumPy engine takes all sizes; here it has those of the CUDA engine."""
     monkeypatch.setattr(reference, "MIXER_SIZES", MIXER_SIZES)
@@ -128,7 +128,7 @@ def test_slices_of_slices_with_fillers_between_are_refused():
     ("plan", attention().plan(BATCH, key_batch=PackedBatch([0, 5, 7])), ValueError,
      "plan has keys of their own, wanted those of the queries"),
     ("plan", replace(attention().plan(BATCH), cp_rank=1), ValueError, "plan was made for cp_rank 1, wanted 0"),
-)  # fmt: skip
+)
 def test_bad_plan(argument, value, kind, message):
     x = np.ones((8, COLUMNS), np.float32)
     refuses(lambda plan: mixer().forward(x, weights(), plan), argument, value, kind, message)
@@ -163,7 +163,7 @@ WRONG_ROWS = np.ones((7, COLUMNS), np.float32)
      "weights.conv_weight has shape (32, 3), wanted (32, 4)"),
     ("weights", weights(A_log=np.ones(4)), TypeError, "weights.A_log is float64, wanted float32"),
     ("weights", weights(conv_bias=None), TypeError, "weights.conv_bias is a"),
-)  # fmt: skip
+)
 def test_bad_arrays_of_forward(argument, value, kind, message):
     layer = mixer()
     good = {"zxbcdt": np.ones((8, COLUMNS), np.float32), "weights": weights(), "plan": layer.plan(BATCH)}
@@ -208,7 +208,7 @@ ZXBCDT, WEIGHTS, DOUT = random_inputs(NORMED, FLOAT32)
      "weights.norm_weight is None, wanted an array for norm='after_gate'; pass those of this layer"),
     ("norm_weight", np.ones(3, np.float32), ValueError, "weights.norm_weight has shape (3,), wanted (12,)"),
     ("norm_weight", np.ones(12), TypeError, "weights.norm_weight is float64, wanted float32 for a mixer of float32"),
-)  # fmt: skip
+)
 def test_bad_weights_of_a_norm(argument, value, kind, message):
     layer = mixer(norm="after_gate")
     plan = layer.plan(NORMED.batch)
@@ -219,12 +219,12 @@ def test_a_mixer_without_a_norm_refuses_its_weight():
     layer = mixer()
     wanted = "weights.norm_weight is a ndarray … wanted None for a mixer without a norm"
     for call in (lambda weights: layer.forward(ZXBCDT, weights, layer.plan(NORMED.batch)),
-                 lambda weights: layer.decode(ZXBCDT[:2], weights, layer.cache(2))):  # fmt: skip
+                 lambda weights: layer.decode(ZXBCDT[:2], weights, layer.cache(2))):
         refuses(call, "weights", WEIGHTS, ValueError, wanted)
 
 
 @pytest.mark.parametrize("changes", [
-    {"norm": None}, {"norm": "before_gate"}, {"norm_groups": 1}, {"norm_eps": 1e-6}], ids=str)  # fmt: skip
+    {"norm": None}, {"norm": "before_gate"}, {"norm_groups": 1}, {"norm_eps": 1e-6}], ids=str)
 def test_saved_and_caches_are_those_of_one_norm(changes):
     layer, other = mixer(norm="after_gate"), mixer(**{"norm": "after_gate", **changes})
     _, saved = layer.forward(ZXBCDT, WEIGHTS, layer.plan(NORMED.batch))

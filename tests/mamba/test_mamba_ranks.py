@@ -18,7 +18,7 @@ from mixer_cases import (
     assert_equal,
     random_inputs,
     truth,
-)  # fmt: skip
+)
 
 import thdattn
 from thdattn.mamba import context_parallel, reference
@@ -155,7 +155,7 @@ def test_an_attention_takes_the_plan_of_a_mixer_with_its_head_dim():
 def test_mixers_of_other_sizes_share_a_plan_and_keep_their_own_results():
     """All forwards before all backwards, as in a model."""
     cases = [Case(f"layer-{i}", MIXER.lengths, MIXER.padded, sizes=sizes, conv_width=width) for i, (sizes, width) in
-             enumerate([(SIZES, 4), (SIZES, 4), (Sizes(2, 5, 3, 1), 2), (SIZES, 4)])]  # fmt: skip
+             enumerate([(SIZES, 4), (SIZES, 4), (Sizes(2, 5, 3, 1), 2), (SIZES, 4)])]
 
     def program(comm):
         mixers = [case.mixer(comm, FLOAT64) for case in cases]

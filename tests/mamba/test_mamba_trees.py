@@ -22,7 +22,7 @@ from mixer_cases import (
     random_inputs,
     run,
     truth,
-)  # fmt: skip
+)
 from tree_cases import LONG, MIXED, TREES, random_case, unrolled
 
 import thdattn
@@ -66,7 +66,7 @@ def test_the_oracle_of_trees_is_that_of_the_paths(trees):
 @pytest.mark.parametrize("options", [
     {"sizes": Sizes(2, 3, 4, 1), "conv_width": 1}, {"sizes": Sizes(3, 2, 5, 3), "conv_width": 2},
     {"norm": Norm(True, 2)}, {"norm": Norm(False, 1)},
-], ids=str)  # fmt: skip
+], ids=str)
 @pytest.mark.parametrize("cp_size", [1, 3])
 def test_sizes_and_norms(cp_size, options):
     check(mixer_case(MIXED, **options), cp_size)
@@ -124,7 +124,7 @@ def test_memory_says_what_is_kept_and_shared(keep, ranks):
     ((64, 61, 62), (-1, 0, 0), 64, 256),
     ((0, 64), (-1, 0), 64, 64),  # nothing is above it
     ((), (), 2048, 0),
-])  # fmt: skip
+])
 def test_nodes_get_whole_segments_that_are_as_long_as_pays(lengths, parents, rows, total):
     batch = thdattn.PackedBatch.from_trees(lengths, parents)
     plan = SimpleNamespace(batch=batch, local_rows=batch.total_rows, cp_rank=0)
@@ -169,7 +169,7 @@ OTHER_SIZES = [
     {"sizes": Sizes(8, 64, 64, 8)}, {"sizes": Sizes(16, 64, 128, 2), "norm": Norm(True, 2)},
     {"sizes": Sizes(8, 64, 256, 1)}, {"sizes": Sizes(8, 128, 128, 1), "norm": Norm(False, 1)},
     *({"conv_width": width} for width in (1, 2, 8)),
-]  # fmt: skip
+]
 EACH = pytest.mark.parametrize("engine", ["cuda", "portable"], indirect=True)
 
 

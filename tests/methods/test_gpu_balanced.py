@@ -37,7 +37,7 @@ def test_device_plan_is_the_host_plan(cupy, name, strategy, cp_size):
 def test_device_plan_of_every_pack_is_the_host_plan(cupy, case):
     for cp_size in (2, 8):
         assert_same_plans(cupy, case.batch(cp_size), cp_size, "balanced", [case.window, (-1, 0)], [(128, 128)],
-                          keys_of=(None, *range(cp_size)))  # fmt: skip
+                          keys_of=(None, *range(cp_size)))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -36,7 +36,7 @@ def comm(cupy, monkeypatch):
 
 def attention(comm, dims=(128, 128), heads=(HEADS, KV_HEADS), **options):
     return thdattn.CPAttention(comm, heads[0], dims[0], heads[1], dims[1], engine="cuda",
-                               **{"deterministic": True, **options})  # fmt: skip
+                               **{"deterministic": True, **options})
 
 
 def poison(plan):
@@ -133,7 +133,7 @@ def test_slices_through_peer_memory_are_those_of_copies(cupy, monkeypatch, kind,
 
     def results(comm):
         layer = case.attention(comm, BFLOAT16, engine="cuda", deterministic=True, cp_comm_type=kind,
-                               keep_keys=keep_keys, head_groups=head_groups)  # fmt: skip
+                               keep_keys=keep_keys, head_groups=head_groups)
         plan = layer.plan(case.batch(SIZE), sharding)
         inputs = ways.inputs_of(case, plan, BFLOAT16, cupy, fill=0)
         return [[to_host(x).tobytes() for x in ways.step(layer, plan, inputs).values()] for _ in range(3)]
@@ -165,7 +165,7 @@ def test_no_more_memory_is_taken_than_is_said(cupy, kind, sharding, kv_heads, ke
     layer = thdattn.CPAttention(Mirror(), 8, 128, kv_heads, engine="cuda", cp_comm_type=kind, keep_keys=keep_keys)
     batch = PackedBatch.from_lengths([5000, 300, 2000, 892], 4)
     q, k, v, dout = (cupy.asarray(np.ones((batch.total_rows // SIZE, heads, 128), BFLOAT16))
-                     for heads in (8, kv_heads, kv_heads, 8))  # fmt: skip
+                     for heads in (8, kv_heads, kv_heads, 8))
     memory = layer.memory(batch, sharding)
     with Taken() as taken:
         plan = layer.plan(batch, sharding)

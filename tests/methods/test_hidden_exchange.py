@@ -229,7 +229,7 @@ def test_two_parts_of_tiles_keep_their_orders(cupy, count):
 @pytest.mark.parametrize(("case", "way"), [
     *((case, way) for case in ON_GPU for way in (*WAYS[:3:2], WAYS[-1])),
     *((replace(ON_GPU[0], dims=dims), ONE) for dims in TILES),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_rows_that_come_late_to_a_gpu_are_in_the_results(cupy, monkeypatch, kernels, case, way, deterministic):
     come_late(monkeypatch)
     hide_all(monkeypatch)

@@ -54,7 +54,7 @@ def test_errs_no_more_than_plain_attention_in_bfloat16(case, way):
 @pytest.mark.parametrize(("heads", "cp_size"), [
     ((8, 8), 2), ((8, 8), 4), ((8, 8), 8), ((8, 2), 8), ((8, 1), 2), ((8, 1), 4), ((8, 1), 8), ((28, 4), 2),
     ((28, 4), 4), pytest.param((28, 4), 28, marks=pytest.mark.exhaustive), ((6, 2), 6), ((12, 2), 4),
-])  # fmt: skip
+])
 def test_heads_that_divide_or_are_shared(engine, heads, cp_size, sharding):
     case, way = replace(LONGER, causal=True, heads=heads, dims=(128, 128)), Way("a2a", sharding, cp_size)
     run_on(engine, case, way)
@@ -171,7 +171,7 @@ def test_nothing_is_read_before_it_was_waited_for(case, way, options, late):
         Way("all_gather", "dual_chunk", 4), Way("all_gather", "contiguous", 4), Way("all_gather", "balanced", 4),
         Way("p2p", "dual_chunk", 4), Way("p2p", "contiguous", 4))),
     *((Way(f"a2a+{kind}", "contiguous", 4, inner=4), Way("a2a", "contiguous", 4)) for kind in ("all_gather", "p2p")),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_levels_of_one_are_the_method_alone(engine, two, one):
     for case in (replace(LONGER, causal=True), BY_NAME["slack"]):
         case = replace(case, heads=(8, 4))
@@ -293,7 +293,7 @@ PACKS_ON_GPU = (
     Case("longer-window-left", LENGTHS, window=(10, 0)),
     *(BY_NAME[name] for name in ("slack", "one-document", "fewer-tokens-than-ranks", "empty-padded", "padded-between",
                                  "nothing", "nothing-slack")),
-)  # fmt: skip
+)
 ON_GPU = ways((2, 2), (2, 1), (1, 2), (4, 2), sizes=(2, 4), heads=(2, 4, 8))
 TELLING_ON_GPU = [*ways((2, 2), sizes=(4,), heads=(4,)), Way("a2a", "contiguous", 2)]
 
@@ -305,7 +305,7 @@ TELLING_ON_GPU = [*ways((2, 2), sizes=(4,), heads=(4,)), Way("a2a", "contiguous"
         ("cuda", PACKS_ON_GPU, ON_GPU), ("portable", PACKS_ON_GPU[:4], TELLING_ON_GPU),
         ("cuda", [replace(case, dims=dims) for case in PACKS_ON_GPU[:3:2] for dims in TILES], TELLING_ON_GPU))
     for case in cases for way in some
-], indirect=["engine"])  # fmt: skip
+], indirect=["engine"])
 def test_every_pack_mask_and_head_dim_is_the_oracle_on_a_gpu(engine, case, way):
     check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=engine.xp, engine="cuda"))
 

@@ -72,7 +72,7 @@ LEVELS = Way("a2a+all_gather", "contiguous", 4, inner=2)
 
 @pytest.mark.parametrize(("one", "other", "found", "wanted"), [
     (HEADS, ROWS, 4, 1), (ROWS, HEADS, 1, 4), (LEVELS, HEADS, 2, 4), (HEADS, LEVELS, 4, 2), (RING, LEVELS, 1, 2),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_plan_and_saved_of_another_method_are_refused(one, other, found, wanted):
     message = re.escape(f"plan was made for head_ranks {found}, wanted {wanted}; make it with this attention's plan")
 
@@ -262,7 +262,7 @@ BATCH = PackedBatch.from_lengths([64, 16], 16)
      "wanted a multiple of 2*cp_size/inner = 4 for dual_chunk"),
     (lambda c: layer_on(c, "a2a").plan(BATCH, key_batch=BATCH), "key_batch was passed for 4 ranks, wanted one"),
     (lambda c: layer_on(c, "ring"), "cp_comm_type is 'ring', wanted"),
-])  # fmt: skip
+])
 def test_what_cannot_work_is_refused_on_every_rank(make, message):
     def program(comm):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -273,7 +273,7 @@ def test_what_cannot_work_is_refused_on_every_rank(make, message):
 
 
 @pytest.mark.parametrize(("kind", "sharding"), [("a2a", "contiguous"), ("p2p", "dual_chunk"),
-                                                ("all_gather", "balanced")])  # fmt: skip
+                                                ("all_gather", "balanced")])
 def test_keys_that_do_not_travel_alone_are_not_gathered(kind, sharding):
     def program(comm):
         plain, layer = layer_on(comm), layer_on(comm, kind)
@@ -296,7 +296,7 @@ OPTIONS = {
     "num_kv_heads": (4, 8), "head_dim": (8, 9), "v_head_dim": (8, 9), "softmax_scale": (1.0, 2.0),
     "dtype": ("float32", "float16"), "head_groups": (1, 2), "keep_keys": (True, False), "softcap": (0.0, 2.0),
     "sinks": (False, True),
-}  # fmt: skip
+}
 DIFFERING = {
     **{name: (lambda comm, odd, name=name, values=values: layer_on(comm, **{name: values[odd]}).plan(BATCH))
        for name, values in OPTIONS.items()},
@@ -313,13 +313,13 @@ DIFFERING = {
     "levels": lambda comm, odd: layer_on(grid(comm, 2), "a2a+p2p" if odd else "a2a+all_gather").plan(BATCH),
     "rows of levels": lambda comm, odd: layer_on(grid(comm, 2), "a2a+all_gather").plan(
         BATCH, "contiguous" if odd else "dual_chunk"),
-}  # fmt: skip
+}
 FIELDS = {
     "lengths": "cu_seqlens[2]", "padding": "total_rows", "rows": "total_rows", "causal": "window",
     "all-to-all": "cp_comm_type", "sharding of heads": "sharding", "window of heads": "window",
     "balanced lengths": "cu_seqlens[1]", "lengths of a ring": "cu_seqlens[2]", "levels": "cp_comm_type",
     "rows of levels": "sharding",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", DIFFERING)

@@ -246,7 +246,7 @@ def test_engine_merges_with_what_is_there(cupy, dims, deterministic):
     both = np.logaddexp(mine_lse, others_lse)
     with np.errstate(invalid="ignore"):
         parts = [np.nan_to_num(np.exp(x_lse - both)).T[..., None] * x
-                 for x_lse, x in ((mine_lse, mine), (others_lse, others))]  # fmt: skip
+                 for x_lse, x in ((mine_lse, mine), (others_lse, others))]
     np.testing.assert_allclose(to_host(into[1]), both, rtol=1e-5, atol=1e-5)
     rounded = 2**-8 * np.abs(parts[0])  # alone was, to bfloat16
     assert (np.abs(to_host(into[0]) - sum(parts)) <= rounded + 1e-5 * (1 + np.abs(others))).all()

@@ -74,7 +74,7 @@ def visible(case: Case, length: int) -> np.ndarray:
     pytest.param(case, dtype, id=f"{case}-{dtype}",
                  marks=[pytest.mark.exhaustive] * (case not in SMALL or dtype == FLOAT16))
     for case in (*SMALL, *DIMS, *CASES) if not (case.softcap or case.sinks) for dtype in (FLOAT16, BFLOAT16)
-])  # fmt: skip
+])
 def test_kernel_that_rounds_once_is_right_and_one_that_rounds_p_twice_is_wrong(case, dtype):
     right = truth(case, dtype)
     once, twice = kernels(case, dtype)

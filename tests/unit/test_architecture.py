@@ -176,7 +176,7 @@ def test_package_works_with_neither_cupy_nor_mpi4py_installed():
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_GPU_AND_MPI], capture_output=True, text=True, timeout=60, check=False,
         env={**clean, "PYTHONPATH": str(SOURCE)},
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.endswith("works\n")
     assert "cuda -> engine is 'cuda', but CuPy finds no usable GPU (ImportError: cupy is blocked)" in run.stdout

@@ -37,7 +37,7 @@ from thdattn.arguments import as_bool, as_choice, as_count, as_int, as_softmax_s
     ("total_rows", "8", TypeError, "total_rows is '8', a str; wanted an int; convert it with int()"),
     *(row for row in no_ints("total_rows") if row[1] is not None),
     ("total_rows", 2**70, ValueError, "total_rows is 1180591620717411303424, wanted 0 <= total_rows < 2**31"),
-)  # fmt: skip
+)
 def test_packed_batch(argument, value, kind, message):
     refuses(lambda **changed: PackedBatch(**{"cu_seqlens": [0, 3], **changed}), argument, value, kind, message)
 
@@ -59,7 +59,7 @@ def test_packed_batch(argument, value, kind, message):
     ("multiple", 0, ValueError, "multiple is 0, wanted >= 1; pass 1 for no padding"),
     ("multiple", 2**70, ValueError, "multiple is 1180591620717411303424, wanted <= 2147483647"),
     *no_ints("multiple"),
-)  # fmt: skip
+)
 def test_from_lengths(argument, value, kind, message):
     arguments = {"lengths": [7, 3]}
     refuses(lambda **changed: PackedBatch.from_lengths(**{**arguments, **changed}), argument, value, kind, message)
@@ -78,7 +78,7 @@ def ones_of(dtype):
     ("arrays", [OnAGpu(), np.ones(2)], TypeError, "arrays[0] is a … OnAGpu that cannot be read … copy it to the host"),
     ("arrays", [Gradient()] * 2, TypeError, "arrays[0] is a … Gradient that … pass arrays[0].detach(), or use"),
     ("arrays", [MASKED, MASKED], TypeError, "arrays[0] is a masked array, whose mask would be lost; wanted plain"),
-)  # fmt: skip
+)
 def test_pack(argument, value, kind, message):
     refuses(BATCH.pack, argument, value, kind, message)
 
@@ -90,7 +90,7 @@ def test_pack(argument, value, kind, message):
     ("float32", np.ones(2)), ("float32", np.array(1.0)), ("float32", OnAGpu()), ("bfloat16", 1e300), (FLOAT8, 1e6),
     (FLOAT8, INF), (ml_dtypes.int4, 8), (ml_dtypes.int4, 0.5), (ml_dtypes.float4_e2m1fn, NAN),
     ("M8[s]", "x"),
-], ids=lambda value: shown(value)[:20])  # fmt: skip
+], ids=lambda value: shown(value)[:20])
 def test_pack_refuses_a_fill_that_the_dtype_cannot_hold(dtype, fill):
     dtype = np.dtype(dtype)
     message = f"fill is {shown(fill)}, wanted one value that {dtype} can hold; pass such a value, or convert the arrays"
@@ -102,7 +102,7 @@ def test_pack_refuses_a_fill_that_the_dtype_cannot_hold(dtype, fill):
     ("float16", NAN, NAN), ("float64", -INF, -INF), (BFLOAT16, NAN, NAN), (BFLOAT16, 1e-3, 1e-3), (FLOAT8, 3.1, 3),
     (FLOAT8, NAN, NAN), ("complex64", 1j, 1j), ("float32", Decimal("0.5"), 0.5), ("float32", np.float64(7), 7),
     ("float32", 1e-60, 0), ("<U3", 0, "0"), ("<U3", "abc", "abc"), (object, None, None),
-])  # fmt: skip
+])
 def test_pack_rounds_a_fill_to_the_dtype(dtype, fill, written):
     packed = BATCH.pack(ones_of(dtype), fill)
     assert packed.dtype == dtype
@@ -116,7 +116,7 @@ def test_pack_rounds_a_fill_to_the_dtype(dtype, fill, written):
     ("rows", OnAGpu(), TypeError, "rows is a … OnAGpu that cannot be read as a NumPy array"),
     ("rows", Gradient(), TypeError, "rows is a … Gradient that … pass rows.detach(), or use thdattn.torch"),
     ("rows", MASKED, TypeError, "rows is a masked array"),
-)  # fmt: skip
+)
 def test_unpack(argument, value, kind, message):
     refuses(BATCH.unpack, argument, value, kind, message)
 
@@ -130,7 +130,7 @@ def test_unpack(argument, value, kind, message):
     ("strategy", None, TypeError,
      "strategy is None, a NoneType; wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one"),
     ("strategy", np.array(["dual_chunk"]), TypeError, "strategy is a ndarray of shape (1,); wanted 'dual_chunk'"),
-)  # fmt: skip
+)
 def test_sharding(argument, value, kind, message):
     batch = PackedBatch([0, 0])  # splits into any number of chunks
     refuses(lambda **changed: Sharding(**{"batch": batch, "cp_size": 1, **changed}), argument, value, kind, message)
@@ -142,7 +142,7 @@ SHARDING = Sharding(BATCH, 1)
 @table(
     *no_ints("cp_rank"),
     ("cp_rank", 2**70, ValueError, "cp_rank is 1180591620717411303424, wanted 0 <= cp_rank < cp_size = 1"),
-)  # fmt: skip
+)
 def test_rows_and_shard(argument, value, kind, message):
     refuses(SHARDING.rows, argument, value, kind, message)
     refuses(partial(SHARDING.shard, np.ones(8)), argument, value, kind, message)
@@ -154,7 +154,7 @@ def test_rows_and_shard(argument, value, kind, message):
     ("x", OnAGpu(), TypeError, "x is a … OnAGpu that cannot be read as a NumPy array"),
     ("x", Gradient(), TypeError, "x is a … Gradient that … pass x.detach(), or use thdattn.torch"),
     ("x", MASKED, TypeError, "x is a masked array"),
-)  # fmt: skip
+)
 def test_shard(argument, value, kind, message):
     refuses(partial(SHARDING.shard, cp_rank=0), argument, value, kind, message)
 
@@ -164,7 +164,7 @@ def test_shard(argument, value, kind, message):
     ("local_arrays", [None], TypeError, "local_arrays[0] is None, a NoneType; wanted an array"),
     ("local_arrays", [OnAGpu()], TypeError, "local_arrays[0] is a … OnAGpu that cannot be read as a NumPy array"),
     ("local_arrays", [Gradient()], TypeError, "local_arrays[0] is a … Gradient that … pass local_arrays[0].detach()"),
-)  # fmt: skip
+)
 def test_unshard(argument, value, kind, message):
     refuses(SHARDING.unshard, argument, value, kind, message)
 
@@ -172,7 +172,7 @@ def test_unshard(argument, value, kind, message):
 @pytest.mark.parametrize("call", [
     partial(as_int, "x"), partial(as_count, "x"), partial(as_bool, "x"), partial(as_choice, "x", choices=("a", "b")),
     as_softmax_scale, lambda value: as_window(value, causal=True),
-])  # fmt: skip
+])
 @pytest.mark.parametrize("nest", [lambda x: x, lambda x: [x], lambda x: (x, x), lambda x: {"a": [x]}])
 def test_no_message_reads_what_lies_on_a_gpu(call, nest):
     with pytest.raises(TypeError, match="a OnAGpu of shape") as caught:

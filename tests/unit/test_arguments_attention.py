@@ -77,7 +77,7 @@ FLAGS = ("causal", "deterministic")
     ("engine", "triton", ValueError, "engine is 'triton', wanted 'auto', 'cuda' or 'reference'"),
     ("engine", None, TypeError, "engine is None, a NoneType; wanted 'auto', 'cuda' or 'reference'; pass one of these"),
     ("engine", np.array(["auto", "cuda"]), TypeError, "engine is a ndarray of shape (2,); wanted 'auto'"),
-)  # fmt: skip
+)
 def test_attention(argument, value, kind, message):
     refuses(attention, argument, value, kind, message)
 
@@ -98,7 +98,7 @@ def ones():
     ("sharding", Sharding, TypeError, "sharding is <class 'thdattn.sharding.Sharding'>, a type; wanted 'dual_chunk'"),
     ("sharding", BATCH, TypeError, "sharding is <PackedBatch num_seqs=2 … >, a PackedBatch; wanted"),
     ("sharding", OnAGpu(), TypeError, "sharding is a OnAGpu of shape (8, 4, 8); wanted 'dual_chunk'"),
-)  # fmt: skip
+)
 def test_plan(argument, value, kind, message):
     refuses(lambda **changed: ATTENTION.plan(**{"batch": BATCH, **changed}), argument, value, kind, message)
 
@@ -129,7 +129,7 @@ ARRAYS = (
     ("return_max_logit", "no", TypeError, "return_max_logit is 'no', a str; wanted True or False"),
     ("return_max_logit", 0, TypeError, "return_max_logit is 0, a int; wanted True or False"),
     ("return_max_logit", OnAGpu(), TypeError, "return_max_logit is a OnAGpu of shape (8, 4, 8); wanted True or False"),
-)  # fmt: skip
+)
 def test_forward(argument, value, kind, message):
     arguments = {"q": ones(), "k": ones(), "v": ones(), "plan": PLAN}
     refuses(lambda **changed: ATTENTION.forward(**{**arguments, **changed}), argument, value, kind, message)
@@ -144,7 +144,7 @@ SAVED = ATTENTION.forward(ones(), ones(), ones(), PLAN)[1]
     ("saved", PLAN, TypeError, "saved is <Plan cp_rank=0 … , a Plan; wanted a Saved"),
     ("saved", OnAGpu(), TypeError, "saved is a OnAGpu of shape (8, 4, 8); wanted a Saved"),
     ("saved", replace(SAVED, plan=None), TypeError, "plan is None, a NoneType; wanted a Plan"),
-)  # fmt: skip
+)
 def test_backward(argument, value, kind, message):
     arguments = {"dout": ones(), "saved": SAVED}
     refuses(lambda **changed: ATTENTION.backward(**{**arguments, **changed}), argument, value, kind, message)
@@ -166,7 +166,7 @@ def test_torch_tensors_that_require_grad_are_sent_to_autograd():
 @pytest.mark.parametrize(("x", "message"), [
     (Gradient(), "q is a … Gradient that cannot be read through DLPack (Can't export … pass q.detach(), or use"),
     (NoDevice(), "q is a … NoDevice that cannot be read through DLPack (Unknown device type meta); … CuPy array"),
-])  # fmt: skip
+])
 def test_the_cuda_engine_names_what_it_cannot_read(monkeypatch, x, message):
     cupy = pytest.importorskip("cupy")
     from thdattn.engines.cuda import launch

@@ -315,7 +315,7 @@ def test_needed_rows_of_many_ranks(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, rng.choice([3, 40, 300]), int(rng.integers(1, 12)))
     assert_needed_rows(batch_of(lengths, rng.integers(0, 3, len(lengths)), 7), int(rng.integers(17, 40)),
-                       WINDOWS[seed % 4])  # fmt: skip
+                       WINDOWS[seed % 4])
 
 
 def test_other_shardings_gather_all_rows():

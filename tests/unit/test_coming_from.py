@@ -77,7 +77,7 @@ def test_the_default_rows_of_a2a_are_not_those_of_transformer_engine():
 
     batch = thdattn.PackedBatch([0, 8, 12, 36])
     plans = thdattn.comm.run_local(2, lambda comm: thdattn.CPAttention(
-        comm, 8, 64, engine="reference", cp_comm_type="a2a").plan(batch))  # fmt: skip
+        comm, 8, 64, engine="reference", cp_comm_type="a2a").plan(batch))
     assert plans[0].rows.tolist() == list(range(18)) != partitioned_indices([0, 8, 12, 36], 36, 2, 0)
 
 

@@ -128,10 +128,10 @@ def named(function):
 def test_every_type_in_a_public_signature_is_public(name):
     offered = {id(x) for one in ("thdattn", "thdattn.comm", "thdattn.costs", "thdattn.graphs", "thdattn.oracle",
                                "thdattn.timeline")
-               for x in public(importlib.import_module(one)).values()}  # fmt: skip
+               for x in public(importlib.import_module(one)).values()}
     hidden = set()
     for label, x in public(importlib.import_module(name)).items():
         methods = [getattr(m, "__func__", m) for m in members(x).values()] if inspect.isclass(x) else [x]
         hidden |= {f"{label}: {kind.__qualname__}" for function in methods if inspect.isfunction(function)
-                   for kind in named(function) if id(kind) not in offered}  # fmt: skip
+                   for kind in named(function) if id(kind) not in offered}
     assert hidden == set()

@@ -53,7 +53,7 @@ class Bytes:
 
 def step(cupy, layer, plan):
     shapes = ((HEADS, layer.head_dim), (KV_HEADS, layer.head_dim), (KV_HEADS, layer.v_head_dim),
-              (HEADS, layer.v_head_dim))  # fmt: skip
+              (HEADS, layer.v_head_dim))
     q, k, v, dout = (cupy.zeros((plan.local_rows, *shape), layer.dtype) for shape in shapes)
     _, saved = layer.forward(q, k, v, plan)
     layer.backward(dout, saved)
@@ -82,7 +82,7 @@ def exchange(comm, layer):
 @pytest.mark.parametrize("pack", PACKS)
 def test_one_rank_allocates_what_is_said(cupy, monkeypatch, pack, dims, deterministic):
     layer = thdattn.CPAttention(thdattn.comm.init("single"), HEADS, dims[0], KV_HEADS, dims[1], engine="cuda",
-                                deterministic=deterministic)  # fmt: skip
+                                deterministic=deterministic)
     batch = copy.copy(PACKS[pack])  # shares nothing with other tests
     memory, made = layer.memory(batch), Bytes(monkeypatch)
     plan = layer.plan(batch)
@@ -95,7 +95,7 @@ def test_one_rank_allocates_what_is_said(cupy, monkeypatch, pack, dims, determin
 @pytest.mark.parametrize("pack", PACKS)
 def test_ranks_with_collectives_allocate_what_is_said(cupy, monkeypatch, pack, deterministic, keep_keys):
     layer = thdattn.CPAttention(Mirror(), HEADS, 128, KV_HEADS, engine="cuda", deterministic=deterministic,
-                                keep_keys=keep_keys)  # fmt: skip
+                                keep_keys=keep_keys)
     batch = copy.copy(PACKS[pack])
     memory, made = layer.memory(batch), Bytes(monkeypatch)
     plan = layer.plan(batch)
@@ -115,7 +115,7 @@ def test_peer_memory_takes_what_is_said(cupy, monkeypatch, pack, head_groups):
     with cupy.cuda.Stream(non_blocking=True):
         comm = Loopback(monkeypatch)
         layer = exchange(comm, thdattn.CPAttention(comm, HEADS, 128, KV_HEADS, engine="cuda", keep_keys=False,
-                                                   head_groups=head_groups))  # fmt: skip
+                                                   head_groups=head_groups))
         batch = copy.copy(PACKS[pack])
         memory, made = layer.memory(batch), Bytes(monkeypatch)
         plan = layer.plan(batch)

@@ -208,7 +208,7 @@ def test_wrong_lengths_make_every_result_nan_at_every_head_dim(cupy, kernels, un
     attention = thdattn.CPAttention(SINGLE, 2, dims[0], 1, dims[1], engine="cuda")
     plan = attention.plan(batch)
     q, k, v, dout = (cupy.ones((400, heads, dim), BFLOAT16)
-                     for heads, dim in ((2, dims[0]), (1, dims[0]), (1, dims[1]), (2, dims[1])))  # fmt: skip
+                     for heads, dim in ((2, dims[0]), (1, dims[0]), (1, dims[1]), (2, dims[1])))
     for x in results(attention, plan, (q, k, v, dout)):
         assert x.size and np.isnan(x.astype(np.float32)).all()
 

@@ -125,7 +125,7 @@ WAYS = Way("all_gather", "dual_chunk", 2), Way("a2a", "dual_chunk", 2), Way("p2p
 def test_what_ranks_exchange_follows_a_plan_that_a_graph_makes(cupy, way):
     cases = [replace(case, heads=way.heads) for case in PACKS]
     packs = [thdattn.PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=ROWS)
-             for batch in map(way.batch, cases)]  # fmt: skip
+             for batch in map(way.batch, cases)]
     shardings = [thdattn.Sharding(pack, way.cp_size, way.sharding) for pack in packs]
     lengths = cupy.zeros((2, 4), np.int32)
 

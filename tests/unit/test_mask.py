@@ -82,7 +82,7 @@ def counted_pairs(lengths, causal, window):
     return sum(
         (left < 0 or key >= query - left) and (right < 0 or key <= query + right) and (not causal or key <= query)
         for length in lengths for query in range(length) for key in range(length)
-    )  # fmt: skip
+    )
 
 
 def test_flops_worked_by_hand():

@@ -80,7 +80,7 @@ def test_methods_allocate_what_is_said(monkeypatch, kind, sharding, groups, batc
         pytest.skip("needs a kv head for every rank")
     comm = (Twin(), Twin()) if "+" in kind else Twin()
     layer = thdattn.CPAttention(comm, HEADS, DIM, kv_heads, V_DIM, engine="reference", keep_keys=keep_keys,
-                                head_groups=groups, cp_comm_type=kind)  # fmt: skip
+                                head_groups=groups, cp_comm_type=kind)
     plan = layer.plan(batch, sharding)
     memory, made, saved = layer.memory(batch, sharding), Allocations(monkeypatch), []
     elsewhere = {"plan", "q", "k", "v", "copies to send", "copies of slices", "sums"}  # by NumPy itself, or passed
@@ -118,7 +118,7 @@ def test_numbers_that_a_reader_can_follow():
 
 
 @pytest.mark.parametrize(("padded", "finite_padding", "copied"), [(True, False, True), (True, True, False),
-                                                                  (False, False, False)])  # fmt: skip
+                                                                  (False, False, False)])
 def test_one_rank_copies_keys_around_padding_alone(padded, finite_padding, copied):
     batch = BATCH if padded else PackedBatch.from_lengths([8, 4])
     memory = attention(thdattn.comm.init("single")).memory(batch, finite_padding=finite_padding)

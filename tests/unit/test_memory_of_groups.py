@@ -102,7 +102,7 @@ def test_launches_of_all_groups_take_what_is_said(monkeypatch, dims, determinist
     monkeypatch.setattr(compiler, "kernel", lambda *instance: lambda *args: None)
     monkeypatch.setattr(backward, "cupy", SimpleNamespace(arange=np.arange, zeros=np.zeros))
     attention = thdattn.CPAttention(OnPaper(0, 2, 8), HEADS, dims[0], KV_HEADS, dims[1], engine="cuda",
-                                    deterministic=deterministic)  # fmt: skip
+                                    deterministic=deterministic)
     plan = attention._outline(batch, None, None, None, False)
     made = []
 
@@ -120,7 +120,7 @@ def test_launches_of_all_groups_take_what_is_said(monkeypatch, dims, determinist
         (backward._Hopper if made_on.sm90 else backward._Portable)(plan, spec)
     layer = Layer(HEADS, KV_HEADS, attention.dtype, deterministic, GROWING, keeps_keys=True)
     wanted = {name: size for name, size in said(plan, layer, GROWING).items()
-              if name in ("delta", "gradients in float32", "dq in float32", "partial sums per tile")}  # fmt: skip
+              if name in ("delta", "gradients in float32", "dq in float32", "partial sums per tile")}
     assert sum(x.nbytes for x in made) == sum(wanted.values())
 
 

@@ -128,7 +128,7 @@ def test_query_head_h_reads_kv_head_h_over_group():
 @pytest.mark.parametrize(("lengths", "heads", "options"), [
     *(((6, 6), heads, {}) for heads in ((2, 2), (4, 2), (3, 1))), ((6, 4), (4, 2), {}), ((3, 7), (4, 2), {}),
     *(((6, 6), (4, 2), {"softcap": softcap, "sinks": np.array([-1.5, 0, 0.3, 2])}) for softcap in (0.0, 0.7, 30.0)),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_gradients_are_central_differences_of_the_forward(causal, window, lengths, heads, options):
     q, _, _, dout = random_document(lengths[0], *heads)
     _, k, v, _ = random_document(lengths[1], *heads, seed=1)
@@ -186,7 +186,7 @@ def test_packed_documents_may_have_keys_of_other_lengths():
     batch, key_batch = batch_of([3, 0, 5, 2], [4, 2, 8, 2], slack=3), batch_of([2, 4, 7, 0], [2, 4, 9, 3], slack=1)
     (q, _, _, dout), (_, k, v, _) = (random_document(x.total_rows) for x in (batch, key_batch))
     for x, tokens in ((q, [0, 1, 2, *range(6, 11), 14, 15]), (dout, [0, 1, 2, *range(6, 11), 14, 15]),
-                      (k, range(13)), (v, range(13))):  # fmt: skip
+                      (k, range(13)), (v, range(13))):
         x[np.setdiff1d(np.arange(len(x)), tokens)] = np.nan
     result = oracle.packed_attention(batch, q, k, v, dout, key_batch=key_batch)
     for rows, keys in ((slice(0, 3), slice(0, 2)), (slice(6, 11), slice(6, 13))):

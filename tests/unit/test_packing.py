@@ -226,7 +226,7 @@ SHAPE = "cu_seqlens has shape … , wanted (num_seqs + 1,)"
     (lambda: PackedBatch(int32(0), total_rows=4).pack([]), ValueError,
      "arrays is empty … make the buffer with np.full"),
     (lambda: HOST.unpack(np.zeros((4, 2))), ValueError, "rows has shape (4, 2), wanted 5 rows; … batch.total_rows"),
-)  # fmt: skip
+)
 def test_wrong_calls_are_refused_by_name(call, kind, message):
     is_refused(call, kind, message)
 

@@ -132,10 +132,10 @@ def test_two_ranks_of_the_worked_example_by_hand():
     assert second.key_ranges.tolist() == [[0, 3], [0, 4], [0, 5], [0, 6], [8, 10], [8, 11]]
     assert first.query_ranges.tolist() == [
         [0, 3], [1, 3], [2, 3], [2, 3], [2, 3], [2, 3], [2, 3], [0, 0], [4, 5], [0, 0], [0, 0], [0, 0],
-    ]  # fmt: skip
+    ]
     assert second.query_ranges.tolist() == [
         [0, 4], [0, 4], [0, 4], [1, 4], [2, 4], [3, 4], [0, 0], [0, 0], [4, 6], [4, 6], [5, 6], [0, 0],
-    ]  # fmt: skip
+    ]
     assert first.rank_order.tolist() == second.rank_order.tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
     assert first.query_tiles.tolist() == second.query_tiles.tolist() == [[0, 1], [0, 1]]
     assert first.key_tiles.tolist() == second.key_tiles.tolist() == [[0, 1, 2], [0, 1, 2]]
@@ -146,7 +146,7 @@ def test_tiles_of_a_sequence_are_near_each_other():
     # there are none. But for those, the sequences would be few.
     by_span, orders = [6, 5, 4, 1, 3, 8, 0, 2, 7], [
         host_arrays(thdattn.Sharding(batch, 1), 0, (-1, 0), (4, 4)).query_tiles.tolist()
-        for batch in (thdattn.PackedBatch([0, 8, 28, 36], total_rows=rows) for rows in (100, 36))]  # fmt: skip
+        for batch in (thdattn.PackedBatch([0, 8, 28, 36], total_rows=rows) for rows in (100, 36))]
     assert orders[0] == [[6, 5, 4, 3, 2, 1, 0, 8, 7, *range(9, 25)], [*by_span, *range(9, 25)]]
     assert orders[1] == [by_span, by_span]
 
@@ -225,7 +225,7 @@ def test_wrong_lengths_raise_at_the_next_call_that_knows():
         plan.check()
     lengths.noticed = True
     for call in (lambda: attention.forward(x, x, x, plan), lambda: attention.backward(x, saved),
-                 lambda: attention.plan(batch)):  # fmt: skip
+                 lambda: attention.plan(batch)):
         with pytest.raises(ValueError, match="that are wrong"):
             call()
     attention.plan(batch)  # who was told may go on
@@ -311,7 +311,7 @@ def padded_results(engine, attention, plan):
         engine.xp.asarray(batch.pack([rng.standard_normal((n, heads, width)) for n in batch.lengths], fill=1e4)
                           .astype(attention.dtype))
         for heads, width in ((4, head_dim), (2, head_dim), (2, v_head_dim), (4, v_head_dim))
-    )  # fmt: skip
+    )
     out, saved = attention.forward(q, k, v, plan)
     return [to_host(x).tobytes() for x in (out, saved.lse, *attention.backward(dout, saved))]
 
@@ -319,7 +319,7 @@ def padded_results(engine, attention, plan):
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_finite_padding_needs_no_copies_and_changes_no_bit(engine, dims):
     attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, dims[0], 2, dims[1], engine=engine.name,
-                                    deterministic=True)  # fmt: skip
+                                    deterministic=True)
     batch = thdattn.PackedBatch([0, 40, 40, 260], [0, 48, 64, 300], total_rows=333)
     plan, finite = attention.plan(batch), attention.plan(batch, finite_padding=True)
     assert plan.has_unseen_keys and plan.has_masked_out_queries

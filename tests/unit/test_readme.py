@@ -32,7 +32,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("block", [
     pytest.param(block, id=f"{page}-{number}") for page in PAGES if page != "docs/coming_from.md"  # test_coming_from.py
     for number, block in enumerate(blocks(page, "python")) if "torch.distributed" not in block
-])  # fmt: skip
+])
 def test_python_code_runs_and_prints_a_line(block):
     for library in re.findall(r"^import (torch|jax)$", block, re.MULTILINE):
         if importlib.util.find_spec(library) is None:
@@ -82,7 +82,7 @@ def test_goals_extras_programs_and_options_of_commands_exist(command):
     ("examples/packed_documents.py", "make tutorial"), ("examples/bytelm/train.py", "make demo"),
     ("examples/bytelm/sample.py", "no goal"), ("src/thdattn/cli/pack_stats.py", "make pack-stats"),
     ("src/thdattn/cli/advise.py", "make advise"),
-])  # fmt: skip
+])
 def test_options_of_programs_exist(program, goal):
     mine = [command for command in commands() if program in command or command.startswith(goal)]
     used = {option for command in mine for option in re.findall(r"--[a-z-]+", command)}

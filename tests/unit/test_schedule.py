@@ -72,7 +72,7 @@ def test_as_few_micro_batches_as_documents_need():
     (([7], 1, 8, None, [-1.0]), ValueError, "work has shape"),
     (([7], 1, 8, None, [float("nan")]), ValueError, "work has shape"),
     (([7], 1, 8, None, ["a"]), TypeError, "work is"),
-])  # fmt: skip
+])
 def test_errors_name_the_argument_and_the_remedy(arguments, error, message):
     with pytest.raises(error, match=message):
         schedule(*arguments)

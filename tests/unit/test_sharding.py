@@ -173,6 +173,6 @@ OF_RANK_0 = Sharding(TREATED, 2, "dual_chunk").rows(0)
      "local_arrays[1] has trailing shape (2,), wanted ()"),
     (lambda: EIGHT.unshard([np.zeros(4), np.zeros(4, np.float32)]), TypeError,
      "local_arrays[1] is float32, wanted float64"),
-)  # fmt: skip
+)
 def test_wrong_calls_are_refused_by_name(call, kind, message):
     is_refused(call, kind, message)

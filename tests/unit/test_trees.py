@@ -65,7 +65,7 @@ def test_pack_and_unpack_take_one_array_per_node():
     ([3, -1], [-1, 0], r"lengths\[1\] is -1, wanted 0 <= length .* of every node"),
     ([[3]], [-1], r"lengths has shape \(1, 1\), wanted \(num_nodes,\); pass one length per node"),
     ([2**31 - 1, 1], [-1, 0], "lengths of nodes sum to 2147483648 rows, wanted < 2.*split the batch"),
-])  # fmt: skip
+])
 def test_wrong_trees_are_refused_by_name(lengths, parents, words):
     with pytest.raises(ValueError, match=words):
         PackedBatch.from_trees(lengths, parents)
@@ -79,7 +79,7 @@ def test_parents_have_to_be_integers():
 def test_copies_keep_trees_and_nobody_can_write_to_them():
     batch = MIXED.batch(1)
     for other in (batch, copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch)),
-                  batch.padded_to(999)):  # fmt: skip
+                  batch.padded_to(999)):
         assert other.nodes.tolist() == batch.nodes.tolist() and other.parents.tolist() == batch.parents.tolist()
         for array in (other.nodes, other.parents):
             with pytest.raises(ValueError, match="read-only"):
@@ -268,7 +268,7 @@ CROSS_TREES = "key_batch was passed and one of the batches has trees, wanted"
      "plan is of trees, wanted one path per sequence of the cache"),
     (lambda: predicted(MIXED.batch(2), 2, 8, 64, 8, "all_gather", "dual_chunk"),
      "batch has trees, wanted sequences, as the model"),
-], ids=["full mask", "trees as queries", "trees as keys", "KV cache", "cost model"])  # fmt: skip
+], ids=["full mask", "trees as queries", "trees as keys", "KV cache", "cost model"])
 def test_what_takes_no_trees_says_so(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -300,7 +300,7 @@ def rollouts(seed, prompt, fan, depth, mean, num_rows):
 LARGE = {
     "answers": (1024, 8, 1, 1024), "many answers": (4096, 16, 1, 512), "turns": (512, 3, 4, 256),
     "long prompt": (16384, 8, 1, 2048), "documents": (1024, 1, 1, 1024),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("num_rows", [40_000, 200_000])
@@ -352,7 +352,7 @@ def test_a_rank_gets_exactly_the_keys_that_its_queries_see(case, cp_size):
 
 def test_whole_trees_stay_on_one_rank_where_they_fit():
     batch = thdattn.PackedBatch.from_trees([300, 200, 200] * 8, [parent for i in range(8)
-                                                                 for parent in (-1, 3 * i, 3 * i)])  # fmt: skip
+                                                                 for parent in (-1, 3 * i, 3 * i)])
     assert not needed_rows(batch, 4, CAUSAL, 1400).key_side(0).filled()["sends"].size
     for tree in range(8):
         assert len(set(balanced_runs(batch, 4).rank[balanced_runs(batch, 4).sequence == tree])) == 1

@@ -181,7 +181,7 @@ def disagree(comm: thdattn.comm.Comm, xp: Any) -> None:
 SCENARIOS = {
     "cases": run_cases, "methods": run_methods, "hidden": run_hidden, "bits": run_bits, "bad-input": fail_on_one_rank,
     "disagree": disagree,
-}  # fmt: skip
+}
 
 
 def main(scenarios: str, backend: str, size: str, transport: str = "auto") -> None:

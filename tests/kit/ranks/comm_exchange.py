@@ -114,7 +114,7 @@ def start_exchange(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tup
     """What waits, and all arrays that slices are received into, with what they must hold then."""
     numbers = draw.choice([[0], [1], [0, 0, 0, 1, 2], [3]])
     slices = [Slice(draw, sender, receiver) for sender in range(comm.size) for receiver in range(comm.size)
-              if sender != receiver for _ in range(draw.choice(numbers))]  # fmt: skip
+              if sender != receiver for _ in range(draw.choice(numbers))]
     sizes = np.zeros((comm.size, comm.size), np.int64)
     for each in slices:
         sizes[each.ranks] += each.num_bytes

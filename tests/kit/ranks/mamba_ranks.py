@@ -29,7 +29,7 @@ from mixer_cases import (
     run,
     run_rank,
     truth,
-)  # fmt: skip
+)
 from ranks.comm_contract import join
 from tree_cases import LONG, MIXED
 
@@ -104,7 +104,7 @@ def fail_on_one_rank(comm: thdattn.comm.Comm) -> None:
 
 SCENARIOS = {
     "cases": run_cases, "gpu-cases": run_gpu_cases, "bad-input": fail_on_one_rank,
-}  # fmt: skip
+}
 
 
 def main(scenario: str, size: str, transport: str = "") -> None:

@@ -182,7 +182,7 @@ def start(transport: str) -> Comm:
 
 SCENARIOS: dict[str, Callable[[Comm], None]] = {
     "short": short, "pool": pool, "sizes": sizes, "close": close, "absent": absent,
-}  # fmt: skip
+}
 
 
 def main(scenario: str, size: str) -> None:
