@@ -121,6 +121,14 @@ def test_plan_ranges_say_together_what_a_token_sees(case):
         assert seen.sum() == sees(case.lengths, case.parents).sum(), "no padding sees or is seen"
 
 
+def test_tiles_of_a_tree_follow_its_branches():
+    """Tiles of one depth see as many rows, but other rows; two trees are few, and still come one after the other."""
+    batch = PackedBatch.from_trees([8, 4, 4, 16, 8, 8, 16], [-1, 0, 0, -1, 3, 4, 3])
+    plan = host_arrays(thdattn.Sharding(batch, 1), 0, CAUSAL, (8, 8))
+    assert plan.key_tiles.tolist() == [[2, 3, 4, 5, 6, 7, 0, 1], [2, 3, 0, 4, 6, 1, 5, 7]]
+    assert plan.query_tiles.tolist() == [[7, 6, 5, 4, 3, 2, 1, 0], [7, 6, 5, 4, 1, 3, 0, 2]]
+
+
 @EVERY
 def test_slices_of_a_ring_have_empty_ranges_exactly_where_no_key_is_seen(case):
     batch = case.batch(3)

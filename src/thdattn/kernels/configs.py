@@ -349,11 +349,13 @@ class Tiles:
         tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * tile_n)
         barriers = 8 * (2 * f.q_stages + 4 * f.kv_stages)
         told = 2 * 16 * f.q_stages + 8 * f.kv_stages  # QueryTile and KeyTile
-        ranges = 8 * 2 * f.q_stages * f.tile_m
+        shared = tiles + barriers + told + 8 * 2 * f.q_stages * f.tile_m  # ranges
+        if trees:
+            shared = -(-shared // 16) * 16 + 4 * f.kv_stages * tile_n  # ends
         return instance(
             "thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages, f.kv_stages,
             f.q_in_registers and not (trees and self.head_dim > 128), f.lazy_row_max, split_kv,
-            shared_bytes=tiles + barriers + told + ranges, trees=trees)
+            shared_bytes=shared, trees=trees)
 
     def thd_attn_split_kv_sm90(self) -> Instance:
         """Return the kernel that chooses the KV splits of query tiles."""

@@ -14,7 +14,8 @@ EXCHANGE_KERNELS = {size: f"thd_peer_exchange<AllToAll<{word}>>"  # by the bytes
                     for size, word in ((16, "uint4"), (4, "u32"), (1, "unsigned char"))}
 PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_runs", "thd_plan_ranges", "thd_plan_tile_cost",
                 "thd_plan_tile_order", "thd_plan_parts", "thd_plan_pairs", "thd_plan_nan_if_invalid")
-TREE_PLAN_KERNELS = ("thd_plan_tree_positions", "thd_plan_tree_ranges", "thd_plan_tree_ends")
+TREE_PLAN_KERNELS = ("thd_plan_tree_positions", "thd_plan_tree_ranges", "thd_plan_tree_ends",
+                     "thd_plan_tree_order")
 
 
 class Instance(NamedTuple):

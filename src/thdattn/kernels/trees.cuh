@@ -14,9 +14,9 @@
 
 // The last argument of kernel instances for packs with prefix trees; others have none.
 //
-// query_ends (num_groups * kTreeGroup): query_ranges[j].y of every key, then at least kBehindKeys zeros, as tiles may
-// end behind the last key
-// group_ends (num_groups): the smallest and the largest query_ends of every kTreeGroup keys
+// query_ends (num_groups * kTreeGroup): query_ranges[j].y of every key, kNone if no row of the tree is behind that, and
+// 0 if no query sees the key; then at least kBehindKeys zeros, as tiles may end behind the last key
+// group_ends (num_groups): of every kTreeGroup keys, the smallest query_ends and the largest query_ranges[j].y
 // group_begins (num_groups): the smallest query_ranges[j].x of those keys that a query sees, kNone if there are none
 struct Trees {
   enum { kTreeGroup = 64, kBehindKeys = 256 };        // no variables: instances without trees stay as they are
@@ -27,7 +27,7 @@ struct Trees {
   const int* group_begins;
   int num_groups;
 
-  // Returns the smallest and the largest query_ends of kKeys keys from first_key on, or of a few more.
+  // Returns the least and the largest group_ends of kKeys keys from first_key on, or of a few more.
   template <int kKeys>
   __device__ __forceinline__ int2 ends_of(int first_key) const {
     static_assert(kKeys <= kBehindKeys, "a tile must not end behind the zeros");
@@ -41,14 +41,21 @@ struct Trees {
     return ends;
   }
 
-  // Returns the first key from `key` on whose group has not ended at query row first_query; one warp.
+  // Returns the first key from `key` on whose group has not ended at query row first_query; one warp. As gaps are long,
+  // kLoads loads are on their way at a time, if registers allow.
+  template <int kLoads = 1>
   __device__ __forceinline__ int first_open(int key, int first_query) const {
     const int lane = threadIdx.x % kWarp;
     #pragma unroll 1
-    for (int group = key / kTreeGroup; group < num_groups; group += kWarp) {
-      const bool open = group + lane < num_groups && group_ends[group + lane].y > first_query;
-      const u32 votes = __ballot_sync(0xffffffffu, open);
-      if (votes) return max(key, (group + __ffs(votes) - 1) * kTreeGroup);
+    for (int group = key / kTreeGroup; group < num_groups; group += kLoads * kWarp) {
+      int ends[kLoads];
+      #pragma unroll
+      for (int i = 0; i < kLoads; ++i) ends[i] = group_ends[min(group + i * kWarp + lane, num_groups - 1)].y;
+      #pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const u32 votes = __ballot_sync(0xffffffffu, ends[i] > first_query);
+        if (votes) return max(key, (group + i * kWarp + __ffs(votes) - 1) * kTreeGroup);
+      }
     }
     return kNone;
   }
@@ -79,25 +86,25 @@ struct Trees {
     });
     return key == kNone ? kNone : key / kTileN * kTileN;
   }
-
-  // Sets the scores of keys whose subtrees end before a query row to -inf. A thread has two rows of every fragment: the
-  // first are `row` and row + 8. first_key is even.
-  template <int kFragments, int kBlocks>
-  __device__ __forceinline__ void hide(float (&score)[kFragments][kBlocks][4], int row, int first_key) const {
-    const int2* const ends = (const int2*)(query_ends + first_key) + threadIdx.x % 4;
-    #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      const int2 end = ends[n * 4];
-      #pragma unroll
-      for (int f = 0; f < kFragments; ++f)
-        #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (row + 16 * f + e / 2 * 8 >= (e % 2 ? end.y : end.x)) score[f][n][e] = -kInfinity;
-    }
-  }
-  template <int kBlocks>
-  __device__ __forceinline__ void hide(float (&score)[kBlocks][4], int row, int first_key) const {
-    hide(*(float(*)[1][kBlocks][4])&score, row, first_key);
-  }
 };
 CHECK_Trees;
+
+// Sets the scores of keys whose subtrees end before a query row to -inf. ends: query_ends of these keys, aligned to 8
+// bytes. A thread has two rows of every fragment: the first are `row` and row + 8.
+template <int kFragments, int kBlocks>
+__device__ __forceinline__ void hide_ended(float (&score)[kFragments][kBlocks][4], int row, const int* ends) {
+  const int2* const mine = (const int2*)ends + threadIdx.x % 4;
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    const int2 end = mine[n * 4];
+    #pragma unroll
+    for (int f = 0; f < kFragments; ++f)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (row + 16 * f + e / 2 * 8 >= (e % 2 ? end.y : end.x)) score[f][n][e] = -kInfinity;
+  }
+}
+template <int kBlocks>
+__device__ __forceinline__ void hide_ended(float (&score)[kBlocks][4], int row, const int* ends) {
+  hide_ended(*(float(*)[1][kBlocks][4])&score, row, ends);
+}

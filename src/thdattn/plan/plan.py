@@ -44,7 +44,8 @@ class PlanArrays:
             received rows, rank after rank, then own rows. None: the key buffer has the rows of one rank (keys_of).
         query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders. The first
             order puts the longest sequences first, so that tiles with common keys or queries are near each other. Few
-            sequences use the second order here too. The second order puts the longest tiles first.
+            sequences use the second order here too. Tiles of a prefix tree come as they are (keys) or backwards
+            (queries) there. The second order puts the longest tiles first.
         all_rows: (cp_size * local_rows,), `rows` of all ranks, rank after rank.
         rows_of_keys: (key_rows,), sequence-order row of every key buffer row, ascending, then -1 for fillers; None:
             the key buffer has all rows of the pack.

@@ -42,7 +42,8 @@ def host_arrays(
     queries, keys = _locate(rows, batch, keys_there), _locate(key_rows, keys_there, batch)
     key_ranges = _ranges_in(key_rows, _rows_in_sight(queries, window))
     query_ranges = _ranges_in(rows, _rows_in_sight(keys, transposed(window)))
-    if batch.trees is not None:
+    has_trees = batch.trees is not None
+    if has_trees:
         key_ranges[~_covered(query_ranges, len(rows))] = 0
     return PlanArrays(
         rows=rows,
@@ -50,8 +51,8 @@ def host_arrays(
         valid=queries.position < queries.length,
         key_ranges=key_ranges,
         query_ranges=query_ranges,
-        query_tiles=_tile_orders(queries, key_ranges, tiles[0], len(query_ranges)),
-        key_tiles=_tile_orders(keys, query_ranges, tiles[1], len(key_ranges)),
+        query_tiles=_tile_orders(queries, key_ranges, tiles[0], len(query_ranges), -1 if has_trees else 0),
+        key_tiles=_tile_orders(keys, query_ranges, tiles[1], len(key_ranges), 1 if has_trees else 0),
         all_rows=all_rows,
         **side,
     )
@@ -143,12 +144,18 @@ def _rows_in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]
     return ranges
 
 
-def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int, num_others: int) -> NDArray[np.int32]:
+def _tile_orders(
+    rows: _Located, ranges: NDArray[np.int32], tile: int, num_others: int, in_trees: int
+) -> NDArray[np.int32]:
     """Return two orders of tiles, (2, tiles).
 
     The first order is by descending length of a tile's longest sequence, and inside a sequence by descending span. The
     second is by descending span alone; few sequences use it for both. The span of a tile is the number of rows of the
     other side between the first and the last that it sees. Ties keep the order of sequences and tiles.
+
+    Args:
+        in_trees: 0 if sequences are no prefix trees. In trees, the first order has the tiles of a tree as they are (1)
+            or backwards (-1), and few trees use it too; see thd_plan_tree_order.
     """
     if not len(ranges):
         return np.zeros((2, 0), np.int32)
@@ -160,5 +167,6 @@ def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int, num_other
     longest = np.where(rows.length > 0, (rows.length.astype(np.int64) << 32) - rows.begin, 0)
     sequence = np.maximum.reduceat(longest, starts)
     by_span = np.argsort(-span, kind="stable")
-    few = len(span) * num_others <= 2 * FEW_SEQUENCES * int(span.sum())
-    return np.stack([by_span if few else np.lexsort((-span, -sequence)), by_span]).astype(np.int32)
+    few = not in_trees and len(span) * num_others <= 2 * FEW_SEQUENCES * int(span.sum())
+    inside = in_trees * np.arange(len(span)) if in_trees else -span
+    return np.stack([by_span if few else np.lexsort((inside, -sequence)), by_span]).astype(np.int32)

@@ -30,7 +30,7 @@ from thdattn.sharding import Sharding
 NAN_BLOCKS = 64  # of 256 threads, which end at once if the lengths are right
 _ORDER_INTS = 5  # ints of a tile: its places in two orders, and three for its cost
 _CHECK, _ROWS, _RUNS, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _PAIRS, _NAN_IF_INVALID = PLAN_KERNELS
-_TREE_POSITIONS, _TREE_RANGES, _TREE_ENDS = TREE_PLAN_KERNELS
+_TREE_POSITIONS, _TREE_RANGES, _TREE_ENDS, _TREE_ORDER = TREE_PLAN_KERNELS
 
 
 def plan_arrays(plan: Plan, lengths: DeviceLengths | None = None) -> PlanArrays:
@@ -364,6 +364,8 @@ def _arrays(plan: Plan, rows: _Rows, lengths: DeviceLengths | None = None) -> Pl
     _make(lengths, _TILE_COST, grid, (
         *made, *ranges, *there, *map(np.int32, (num_seqs, *sides, *tiles))))
     _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, (*num_tiles, *sides))))
+    if of_trees:
+        _make(lengths, _TREE_ORDER, grid, (*made, *map(np.int32, num_tiles)))
     query_tiles, key_tiles = (x[: 2 * num].reshape(2, num) for x, num in zip(made, num_tiles, strict=True))
     in_order = rows.all_rows[: plan.cp_size * plan.local_rows]  # without the rows that only keys have
     return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
@@ -383,9 +385,9 @@ def _tree_arrays(
         return {}
     declared, sides = plan_buffers(plan), (plan.local_rows, plan.key_rows)
     made = {field: launch.new(declared[field]) for field in ("query_ends", "group_ends", "group_begins")}
-    num_groups = len(made["group_begins"])
-    _make(lengths, _TREE_RANGES, (_blocks(max(sides)), 2), (
-        *ranges, *rows, nodes, *map(np.int32, (nodes.shape[1], *sides))))
+    num_groups, num_ends = len(made["group_begins"]), len(made["query_ends"])
+    _make(lengths, _TREE_RANGES, (_blocks(max(plan.local_rows, num_ends)), 2), (
+        made["query_ends"], *ranges, *rows, nodes, *map(np.int32, (nodes.shape[1], *sides, num_ends))))
     _make(lengths, _TREE_ENDS, (_blocks(32 * num_groups),), (
         *made.values(), ranges[1], *map(np.int32, (plan.key_rows, num_groups))))
     return made

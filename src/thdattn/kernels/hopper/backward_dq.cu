@@ -144,7 +144,7 @@ __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq,
             for (int i = 0; i < 4 * kBlocks; ++i)
               if (!contains(range[i % 4 / 2], key + i / 4 * 8 + i % 2)) score[i / 4][i % 4] = -kInfinity;
           }
-          if (kTrees && mine & kEnded) trees.hide(score, my_row, shared.step[ring.stage].row);
+          if (kTrees && mine & kEnded) hide_ended(score, my_row, trees.query_ends + shared.step[ring.stage].row);
           wgmma_wait<0>(dp);
           u32 dscore[1][kBlocks / 2][4];
           weigh<T>(dscore, score, dp, logits, minus_lse, minus_delta);

@@ -22,6 +22,11 @@ __device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
+// Announces bytes without an arrival.
+__device__ __forceinline__ void barrier_expect_only(u64* barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+               :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
   asm volatile("{ .reg .pred done;\n"
                "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

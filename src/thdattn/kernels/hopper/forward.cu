@@ -41,6 +41,16 @@ struct ForwardShared {
   }
 };
 
+// The same with query_ends of the keys of every stage, for packs with prefix trees.
+template <typename Shared, int kTileN, int kStages, bool kTrees> struct ForwardSharedWithEnds : Shared {
+  alignas(16) int ends[kStages][kTileN];              // bulk copies write them
+  __device__ __forceinline__ auto all_ends() { return ends; }
+};
+template <typename Shared, int kTileN, int kStages>
+struct ForwardSharedWithEnds<Shared, kTileN, kStages, false> : Shared {
+  __device__ __forceinline__ int (*all_ends())[kTileN] { return nullptr; }
+};
+
 // row_heads: heads in a row of q and out, of which num_heads are computed here.
 struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads, row_heads; };
 CHECK_ForwardSize;
@@ -56,9 +66,9 @@ template <bool kSplitKv, bool kTrees, int kHeadDim, int kVHeadDim, int kTileN, i
 __device__ __forceinline__ void produce_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, const TensorMap* map_q,
     const TensorMap* map_k, const TensorMap* map_v, const int2* key_ranges, const int* tile_order, int* counter,
-    ForwardSize size, Trees trees) {
+    ForwardSize size, Trees trees, int (*ends)[kTileN]) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
-  constexpr int kTileM = Shared::kTileM, kRows = kTileM / kWarp;
+  constexpr int kTileM = Shared::kTileM, kRows = kTileM / kWarp, kEndBytes = 4 * kTileN;
   const int lane = threadIdx.x % kWarp, num_work = (kSplitKv ? tile_order[0] : size.num_tiles) * size.num_heads;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
@@ -97,6 +107,13 @@ __device__ __forceinline__ void produce_forward(
     #pragma unroll
     for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
     if constexpr (kSplitKv) cut<kTileN>(range, split);
+    if constexpr (kTrees) {                           // keys take longer to find, while copies are on their way
+      barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+      if (lane == 0) {
+        barrier_expect_only(&shared.q_full[q_ring.stage], Shared::kQBytes);
+        copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
+      }
+    }
     auto first_in_ranges = [&](int from) {
       int first = kNone;
       #pragma unroll
@@ -106,12 +123,7 @@ __device__ __forceinline__ void produce_forward(
       }
       return __reduce_min_sync(0xffffffffu, first);
     };
-    auto first_in_sight = [&](int from) {
-      if constexpr (!kTrees) return first_in_ranges(from);
-      const int row = trees.first_in_sight(from, tile * kTileM, first_in_ranges);
-      return row == kNone ? kNone : row & ~1;         // even, for Trees::hide
-    };
-    auto flags_of = [&](int row) {
+    auto flags_in_ranges = [&](int row) {
       u32 flags = row == kNone ? kLast : 0;
       if (flags) return flags;
       #pragma unroll
@@ -121,32 +133,57 @@ __device__ __forceinline__ void produce_forward(
         if (__any_sync(0xffffffffu, touches(a, row, kTileN) || touches(b, row, kTileN))) flags |= kSees << 2 * c;
         if (__any_sync(0xffffffffu, hides(a) || hides(b))) flags |= kMasked << 2 * c;
       }
-      if constexpr (kTrees) return flags_in_trees<kConsumers, kTileN>(trees, flags, tile * kTileM, row);
       return flags;
+    };
+    KeyTiles<kTileN, kConsumers == 3 ? 1 : 4, kTrees> key_tiles(trees, tile * kTileM, range);
+    auto first_in_sight = [&](int from) {
+      if constexpr (kTrees) return key_tiles.find(from, first_in_ranges);
+      else return first_in_ranges(from);
+    };
+    auto flags_of = [&](int row) {
+      if constexpr (kTrees)
+        return row == kNone ? kLast : key_tiles.template flags<kConsumers>(row, [&] { return flags_in_ranges(row); });
+      else return flags_in_ranges(row);
     };
     int row = first_in_sight(0), row_before = kNone;
     const u32 first = flags_of(row);
     draw_after(row);
 
-    barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+    if constexpr (!kTrees) barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
     #pragma unroll
     for (int i = 0; i < kRows; ++i) shared.range[q_ring.double_stage_to_fill()][i * kWarp + lane] = range[i];
     __syncwarp();
     if (lane == 0) {
       shared.query_tile[q_ring.double_stage_to_fill()] = {word, head, first, work - split.index * size.num_heads};
-      barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
-      copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
+      if constexpr (kTrees) {
+        barrier_arrive(&shared.q_full[q_ring.stage]);
+      } else {
+        barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
+        copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
+      }
     }
     q_ring.advance();
     while (row != kNone) {
+      if constexpr (kTrees) {
+        barrier_wait(&shared.k_empty[k_ring.stage], k_ring.parity);
+        if (lane == 0) {
+          barrier_expect_only(&shared.k_full[k_ring.stage], Shared::kKBytes + kEndBytes);
+          copy_tile<kTileN, kHeadDim>(shared.k[k_ring.stage], map_k, kv_head, row, &shared.k_full[k_ring.stage]);
+          copy_bulk(ends[k_ring.stage], trees.query_ends + row, kEndBytes, &shared.k_full[k_ring.stage]);
+        }
+      }
       const int next = first_in_sight(row + kTileN);
       const u32 flags = flags_of(next);
       draw_after(next);
-      barrier_wait(&shared.k_empty[k_ring.stage], k_ring.parity);
+      if constexpr (!kTrees) barrier_wait(&shared.k_empty[k_ring.stage], k_ring.parity);
       if (lane == 0) {
         shared.key_tile[k_ring.stage] = {row, flags};
-        barrier_expect(&shared.k_full[k_ring.stage], Shared::kKBytes);
-        copy_tile<kTileN, kHeadDim>(shared.k[k_ring.stage], map_k, kv_head, row, &shared.k_full[k_ring.stage]);
+        if constexpr (kTrees) {
+          barrier_arrive(&shared.k_full[k_ring.stage]);
+        } else {
+          barrier_expect(&shared.k_full[k_ring.stage], Shared::kKBytes);
+          copy_tile<kTileN, kHeadDim>(shared.k[k_ring.stage], map_k, kv_head, row, &shared.k_full[k_ring.stage]);
+        }
       }
       k_ring.advance();
       if (row_before != kNone) load_values(kv_head, row_before);
@@ -164,6 +201,7 @@ __device__ __forceinline__ void produce_forward(
   }
 }
 
+// Sets the scores of keys that are not in the range of a row to -inf.
 template <int kBlocks>
 __device__ __forceinline__ void hide(float (&score)[kBlocks][4], const int2* warp_range, int first_key) {
   const int lane = threadIdx.x % kWarp;
@@ -171,6 +209,19 @@ __device__ __forceinline__ void hide(float (&score)[kBlocks][4], const int2* war
   #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i)
     if (!contains(range[i % 4 / 2], first_key + i / 4 * 8 + lane % 4 * 2 + i % 2)) score[i / 4][i % 4] = -kInfinity;
+}
+
+// The same in prefix trees, also for keys whose subtrees end before a row. first_row: the warp's first row. Afterwards
+// the keys' ends, in shared memory, have been read. With caps, registers are too short for two branches, and with wide
+// heads for both at once.
+template <bool kCaps, int kHeadDim, int kBlocks>
+__device__ __forceinline__ void hide_in_trees(float (&score)[kBlocks][4], u32 flags, const int2* warp_range,
+                                              int first_key, int first_row, const int* ends) {
+  if (flags & (kCaps ? kMasked | kEnded : kMasked)) hide(score, warp_range, first_key);
+  if (!(flags & (kCaps ? kMasked | kEnded : kEnded))) return;
+  if (kCaps && kHeadDim > 128) pin(score);
+  hide_ended(score, first_row + threadIdx.x % kWarp / 4, ends);
+  publish_to_async(), __syncwarp();                   // an arrival does not wait for loads
 }
 
 template <int kBlocks>
@@ -209,7 +260,7 @@ template <bool kQInRegisters, bool kLazyRowMax, bool kSinks, bool kSplitKv, bool
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
     float* lse, float* max_logits, KvPartials splits, ForwardSize size, Logits<kCaps> logits, const float* sinks,
-    Trees trees) {
+    const int (*ends)[kTileN]) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
@@ -262,13 +313,13 @@ __device__ __forceinline__ void consume_forward(
       }
       float score[kBlocks][4];
       auto add_scores = [&] {
-        release_keys();
+        const bool late = kTrees && (kCaps || mine & kEnded);  // ends are read
+        if (!late) release_keys();
         const float below = kCaps ? depth(score) : 0.f;
-        const bool masked = mine & (kTrees ? kMasked | kEnded : kMasked);
-        if (masked) hide(score, range, first_key);
-        if (kTrees && (kCaps ? masked : mine & kEnded))    // with caps, registers are short
-          trees.hide(score, first_row + lane / 4, first_key);
-        softmax.add(score, below, masked);
+        if (!kTrees && mine & kMasked) hide(score, range, first_key);
+        if (kTrees) hide_in_trees<kCaps, kHeadDim>(score, mine, range, first_key, first_row, ends[ring.stage]);
+        if (late) release_keys();
+        softmax.add(score, below, mine & (kTrees ? kMasked | kEnded : kMasked));
       };
       begin_in_turn(begins ? consumer * kTileN * kHeadDim / 32 : 0), begins = false;
       wgmma_begin();
@@ -395,9 +446,10 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
   constexpr bool kTrees = sizeof...(Tree) > 0;
   const Trees trees = {trees_or_none...};
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
-  static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
+  using WithEnds = ForwardSharedWithEnds<Shared, kTileN, kStages, kTrees>;
+  static_assert(same_bytes<sizeof(WithEnds), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  Shared& shared = *(Shared*)shared_bytes;
+  WithEnds& shared = *(WithEnds*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
@@ -405,10 +457,11 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
   if (warpgroup == 0) {
     registers_give<kConsumers == 3 ? 32 : kMost ? 24 : 40>();
     if (threadIdx.x < kWarp)
-      produce_forward<kSplitKv, kTrees>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size, trees);
+      produce_forward<kSplitKv, kTrees>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size, trees,
+                                        shared.all_ends());
   } else {
     registers_take<kConsumers == 3 ? 160 : kMost ? 240 : 232>();
     consume_forward<kQInRegisters, kLazyRowMax, kSinks, kSplitKv, kTrees, T>(
-        shared, warpgroup - 1, out, lse, max_logits, partials, size, logits, sinks, trees);
+        shared, warpgroup - 1, out, lse, max_logits, partials, size, logits, sinks, shared.all_ends());
   }
 }

@@ -477,7 +477,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
       float score[1][kBlocks][4], dprobability[1][kBlocks][4];
       dot_rows<T, kHeadDim>(score, tile_q + warp * 16 * (kHeadDim + kPad), tile_k);
       dot_rows<T, kVHeadDim>(dprobability, tile_dout + warp * 16 * (kVHeadDim + kPad), tile_v);
-      if (kTrees) trees.hide(score, row0, n0);
+      if (kTrees) hide_ended(score, row0, trees.query_ends + n0);
       #pragma unroll
       for (int n = 0; n < kBlocks; ++n)
         #pragma unroll

@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     copies_commit();
 
     if (rows.any) {
-      if (kTrees || !rows.all) hide(score, my_range, n0);
-      if (kTrees) trees.hide(score, m0 + warp * kWarpRows + lane / 4, n0);  // always, as registers are short
+      if (kTrees || !rows.all) hide(score, my_range, n0);  // in trees always, as registers are short
+      if (kTrees) hide_ended(score, m0 + warp * kWarpRows + lane / 4, trees.query_ends + n0);
       // The online softmax works on unscaled scores. The maximum of a row that has seen no key yet is -inf, and its
       // base is 0.
       #pragma unroll
