@@ -50,8 +50,8 @@ class Forward(Keys):
 class Backward:
     """Tile sizes of thd_attn_bwd: tile_n keys per thread block, tile_m query rows at a time.
 
-    `stages` (1 or 2) query tiles are in shared memory. `column_warps` warps share `fragments` (1 or 2) times 16 keys:
-    they divide the queries of the scores, and the columns of dk and dv.
+    `stages` (1 or 2) query tiles, with their score gradients, are in shared memory. `column_warps` warps share
+    `fragments` (1 or 2) times 16 keys: they divide the queries of the scores, and the columns of dk and dv.
     """
 
     tile_m: int
@@ -283,7 +283,8 @@ class Tiles:
         stats = 4  # -lse and -delta of a query row, in 2-byte elements
         rows = t.tile_n * self._pair + t.stages * t.tile_m * (self._pair + stats)
         return instance("thd_attn_bwd", dtype, grad_dtype, caps, *self._dims, t.tile_m, t.tile_n, t.column_warps,
-                        t.fragments, t.stages, with_dq, shared_bytes=2 * (rows + 2 * t.tile_n * t.tile_m))
+                        t.fragments, t.stages, with_dq,
+                        shared_bytes=2 * (rows + (1 + t.stages) * t.tile_n * t.tile_m))
 
     def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str, caps: bool = False, trees: bool = False) -> Instance:
         """Return the backward for dq alone, with the same bits on every run. dq_dtype "float32" adds to dq."""
@@ -513,7 +514,8 @@ def slabs(rows: int, width: int) -> int:
     return 2 * rows * width
 
 
-_BACKWARD_OF_192 = (Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=2),
+_BACKWARD_OF_192 = (Backward(tile_m=64, tile_n=96, column_warps=4, fragments=2, stages=2),
+                    Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=2),
                     Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1),
                     Backward(tile_m=32, tile_n=64, column_warps=2, fragments=1, stages=1))
 
@@ -530,7 +532,7 @@ TILES = {
             backward=(Backward(tile_m=128, tile_n=128, column_warps=2, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=1)),
-            backward_sm100=(Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),),  # 128 rows spill
+            backward_sm100=(Backward(tile_m=32, tile_n=128, column_warps=1, fragments=2, stages=2),),  # 128 rows spill
             backward_dq=BackwardDq(tile_n=64, warps=8),
             decode=Decode(warps=4, stages=3, per_multiprocessor=4),
             forward_sm90=ForwardSm90(
@@ -549,7 +551,7 @@ TILES = {
             head_dim=96, v_head_dim=96,
             forward=Forward(tile_n=48, warps=4, fragments=2),  # 64 keys leave one thread block per 99 KB
             backward=(Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
-                      Backward(tile_m=64, tile_n=64, column_warps=2, fragments=2, stages=2)),
+                      Backward(tile_m=64, tile_n=64, column_warps=2, fragments=2, stages=1)),
             backward_dq=BackwardDq(tile_n=32, warps=8),
             decode=Decode(warps=4, stages=2, per_multiprocessor=4),
             forward_sm90=ForwardSm90(
@@ -588,7 +590,7 @@ TILES = {
         Tiles(
             head_dim=192, v_head_dim=128,
             forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
-            backward=_BACKWARD_OF_192,
+            backward=_BACKWARD_OF_192, backward_sm100=_BACKWARD_OF_192[1:],  # 96 keys spill
             backward_dq=BackwardDq(tile_n=16, warps=4),
             decode=Decode(warps=4, stages=2, per_multiprocessor=2),
             forward_sm90=ForwardSm90(
@@ -604,7 +606,7 @@ TILES = {
         Tiles(
             head_dim=192, v_head_dim=192,
             forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
-            backward=_BACKWARD_OF_192,
+            backward=_BACKWARD_OF_192, backward_sm100=_BACKWARD_OF_192[1:],  # 96 keys spill
             backward_dq=BackwardDq(tile_n=16, warps=4),
             decode=Decode(warps=2, stages=3, per_multiprocessor=2),
             forward_sm90=ForwardSm90(

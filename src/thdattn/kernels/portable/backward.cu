@@ -109,11 +109,11 @@ template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int k
 struct PortableBackwardShared {
   T k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
   T q[kStages * kTileM * (kHeadDim + kPad)], dout[kStages * kTileM * (kVHeadDim + kPad)];
-  static_assert(kStages <= 2, "query tiles are loaded one step ahead");
+  static_assert(kStages <= 2, "query tiles are loaded one step ahead, and dq is added one step later");
   static_assert(kTileM % 16 == 0 && kTileN % 16 == 0, "fragments have 16 rows");
   static_assert(kHeadDim % 16 == 0 && kVHeadDim % 16 == 0, "fragments have 16 columns");
-  T p[kTileN * kTileM], ds[kTileN * kTileM];    // Blocks
-  float stats[kStages * 2 * kTileM];  // -lse and -delta
+  T p[kTileN * kTileM], ds[kStages * kTileN * kTileM];  // Blocks
+  float stats[kStages * 2 * kTileM];                    // -lse and -delta
 };
 
 // A matrix of keys by queries in shared memory, in blocks of 8x8 that follow each other. A block has 128 bytes, so
@@ -197,13 +197,59 @@ __device__ __forceinline__ void weigh(float (&p)[kBlocks][4], const float (&dp)[
   }
 }
 
-// Stores one of the two key rows that this thread shares with its quad. row: from the thread's first column on.
+// Waits for the kColumnWarps warps that share keys with this one.
+template <int kColumnWarps> __device__ __forceinline__ void warps_meet() {
+  const int group = threadIdx.x / (kColumnWarps * kWarp);
+  asm volatile("bar.sync %0, %1;" :: "r"(1 + group), "n"(kColumnWarps * kWarp) : "memory");
+}
+
+// Adds dS k of the tile of queries from m0 on to its sums of dq in global memory. The warps divide the tile.
+template <typename Columns, typename T, int kHeadDim, int kTileM, int kTileN>
+__device__ __forceinline__ void add_dq(float* dq_accum, int head, int m0, u32 stride, const Blocks<T, kTileM>& ds,
+                                       const T* tile_k) {
+  constexpr int kFragments = Columns::kFragments, kWarpsM = Columns::kWarpsM, kCols = Columns::kOfDq;
+  const int warp = threadIdx.x / kWarp, query = warp % kWarpsM * 16 * kFragments, col = warp / kWarpsM * kCols;
+  float acc_dq[kFragments][kCols / 8][4] = {};
+  #pragma unroll
+  for (int n = 0; n < kTileN; n += 16) {
+    u32 a[kFragments][1][4];
+    ds.load_transposed(a, n, query);
+    add_weighted_rows<T, kHeadDim + kPad>(acc_dq, a, tile_k + n * (kHeadDim + kPad) + col);
+  }
+  float* const target = dq_accum + (size_t)(m0 + query) * stride + (head * kHeadDim + col) * (SumBlock::kFloats / 8);
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kCols / 8; ++n)
+      SumBlock::add(target + (size_t)f * 16 * stride + n * SumBlock::kFloats, acc_dq[f][n]);
+}
+
+__device__ __forceinline__ void store_four(float* p, const float (&x)[4]) {
+  *(float4*)p = make_float4(x[0], x[1], x[2], x[3]);
+}
+template <typename Out> __device__ __forceinline__ void store_four(Out* p, const float (&x)[4]) {
+  *(uint2*)p = make_uint2(pack<Out>(x[0], x[1]), pack<Out>(x[2], x[3]));
+}
+
+// Stores one of the two key rows that this thread shares with its quad; row: from the warp's first column on, or null.
+// Lanes in pairs exchange columns, so that each stores four of them together, and a quad whole sectors of 32 bytes.
 template <typename Out, int kBlocks>
 __device__ __forceinline__ void store_half(Out* row, const float (&acc)[kBlocks][4], int half, float scale,
                                            bool padding) {
+  const int lane = threadIdx.x % 4, odd = lane % 2;
   #pragma unroll
-  for (int n = 0; n < kBlocks; ++n)
-    store_pair(row + n * 8, padding ? 0.f : acc[n][2 * half] * scale, padding ? 0.f : acc[n][2 * half + 1] * scale);
+  for (int n = 0; n < kBlocks; n += 2) {
+    float x[4];
+    #pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float blocks[2] = {acc[n][2 * half + e] * scale, acc[n + 1][2 * half + e] * scale};
+      const float given = __shfl_xor_sync(0xffffffffu, odd ? blocks[0] : blocks[1], 1);
+      x[e] = odd ? given : blocks[0], x[2 + e] = odd ? blocks[1] : given;
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = padding ? 0.f : x[i];
+    if (row) store_four(row + (n + odd) * 8 + lane / 2 * 4, x);
+  }
 }
 
 // Gradients of one tile of key rows of one kv head. dk and dv stay in registers over all query heads of the group and
@@ -214,7 +260,9 @@ __device__ __forceinline__ void store_half(Out* row, const float (&acc)[kBlocks]
 // in the layout of the operands of dv and dk. kColumnWarps warps share 16 * kKeyFragments keys. They divide the queries
 // for the scores, and the columns of dk and dv; there each takes the weights of the others from shared memory, as dq
 // takes them all. So few operands are read from shared memory for each matrix instruction. With two stages, query tiles
-// are loaded one step ahead. Bound by mma.sync: 5 matrix products per step, 4 without dq.
+// are loaded one step ahead, and dq is added one step later: by four warps as that step ends, by others before. So
+// some warps compute matrix products while others compute exponentials, and a step has one barrier of all warps. Bound
+// by mma.sync and by reads of shared memory: 5 matrix products per step, 4 without dq.
 //
 // q (q_rows, num_heads, kHeadDim), dout (q_rows, num_heads, kVHeadDim)
 // k, dk (k_rows, num_heads / group, kHeadDim), v, dv (k_rows, num_heads / group, kVHeadDim)
@@ -240,9 +288,10 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps / kKeyFragments, 1) 
   constexpr int kQSize = kTileM * (kHeadDim + kPad), kDoutSize = kTileM * (kVHeadDim + kPad);
   using Shared = PortableBackwardShared<T, kHeadDim, kVHeadDim, kTileM, kTileN, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
+  static_assert(kWarps / kColumnWarps < 16, "hardware barriers of warps that share keys, beside that of all warps");
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ Sight<kWarps> sight;
-  __shared__ int2 range[kThreads];    // of the tile's rows; empty for threads beyond the tile
+  __shared__ Sight<kWarps> sights[2];  // of steps with even numbers, and of others
+  __shared__ int2 range[kThreads];     // of the tile's rows; empty for threads beyond the tile
   Shared& shared = *(Shared*)shared_bytes;
   T *const tile_k = shared.k, *const tile_v = shared.v, *const tile_q = shared.q, *const tile_dout = shared.dout;
 
@@ -255,12 +304,12 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps / kKeyFragments, 1) 
   const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
   const int2 mine = threadIdx.x < kTileN ? range_of(query_ranges, n0 + threadIdx.x, k_rows) : make_int2(0, 0);
   range[threadIdx.x] = mine;
-  sight.publish_first(mine, 0);
-  sight.publish_all(threadIdx.x < kTileN, mine);  // padding keys count: no lse bounds their scores
+  sights[0].publish_first(mine, 0);
+  sights[0].publish_all(threadIdx.x < kTileN, mine);  // padding keys count: no lse bounds their scores
   const int2* const my_range = range + warp_key + lane / 4;
   __syncthreads();
-  const int2 all = sight.all();
-  const int first = sight.first_tile(kTileM);
+  const int2 all = sights[0].all();
+  const int first = sights[0].first_tile(kTileM);
   auto is_interior = [&](int m) { return all.x <= m && m + kTileM <= all.y; };
   auto load_step = [&](int stage, int head, int m0) {
     const bool interior = is_interior(m0);
@@ -273,56 +322,66 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps / kKeyFragments, 1) 
     if (const int i = threadIdx.x % (kTileM / 4) * 4, which = threadIdx.x / (kTileM / 4); which < 2)
       copy_async_16(shared.stats + (2 * stage + which) * kTileM + i,
                     stats + ((size_t)which * num_heads + head) * stats_rows + m0 + i, true);
+    copies_commit();
   };
   float acc_dk[kKeyFragments][kKCols / 8][4] = {}, acc_dv[kKeyFragments][kVCols / 8][4] = {};
   load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k + kv_head * kHeadDim, k_stride, n0, k_rows, query_ranges, false);
   load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v + kv_head * kVHeadDim, v_stride, n0, k_rows, query_ranges, false);
-  int head = kv_head * group, m0 = first;
-  if (m0 != kNone) load_step(0, head, m0);
   copies_commit();
 
   // A step is found while the one before is computed. Visible tiles rise within a head, so the next head begins where
   // they do not.
-  auto publish_after = [&](int m) {
-    if (m != kNone && !is_interior(m + kTileM)) sight.publish_first(range[threadIdx.x], m + kTileM);
+  auto publish_after = [&](int m, int number) {
+    if (m != kNone && !is_interior(m + kTileM)) sights[number % 2].publish_first(range[threadIdx.x], m + kTileM);
   };
-  auto step_after = [&](int h, int m) {
+  auto step_after = [&](int h, int m, int number) {
     if (m == kNone) return kNone;
-    const int found = is_interior(m + kTileM) ? m + kTileM : sight.first_tile(kTileM);
+    const int found = is_interior(m + kTileM) ? m + kTileM : sights[number % 2].first_tile(kTileM);
     return found == kNone && h + 1 < (kv_head + 1) * group ? first : found;
   };
+  const Blocks<T, kTileM> shared_p{shared.p};
+  auto ds_of = [&](int stage) { return Blocks<T, kTileM>{shared.ds + stage * kTileN * kTileM}; };
+  auto add_dq_of = [&](int h, int m, int stage) {
+    add_dq<Columns, T, kHeadDim, kTileM, kTileN>(dq_accum, h, m, q_stride, ds_of(stage), tile_k);
+  };
+  int head = kv_head * group, m0 = first;
+  int before_head = 0, before_m0 = kNone;  // the step before, if its dq is not yet added
+  if (m0 != kNone) load_step(0, head, m0);
   __syncthreads();
-  publish_after(m0);
-  __syncthreads();
-  int next_m0 = step_after(head, m0);
-  const Blocks<T, kTileM> shared_p{shared.p}, shared_ds{shared.ds};
+  publish_after(m0, 0);
 
-  for (int stage = 0; m0 != kNone; stage = (stage + 1) % kStages) {
+  // Of the warps that share a scheduler, the last one adds dq as a step ends.
+  constexpr bool kLater = kAddDq && kStages > 1;
+  const bool adds_first = warp < kWarps - 4;
+  for (int number = 0; m0 != kNone || before_m0 != kNone; ++number) {
+    const int stage = number % kStages;
     copies_wait(); __syncthreads();
-    if (kStages > 1 && next_m0 != kNone) load_step((stage + 1) % kStages, head + (next_m0 <= m0), next_m0);
-    copies_commit();
-    publish_after(next_m0);
-    const WarpSight keys = warp_sight<kWarpKeys>(range + warp_key, m0, kTileM);
-    const T *const stage_q = tile_q + stage * kQSize, *const stage_dout = tile_dout + stage * kDoutSize;
-    const float* const minus_lse = shared.stats + stage * 2 * kTileM + warp_query;
-    const float* const minus_delta = minus_lse + kTileM;
-    // Adds the products of this warp's keys with some queries to its columns of dv or dk.
-    auto add_dv = [&](const Weights& p, int query) {
-      add_weighted_rows<T, kVHeadDim + kPad>(acc_dv, p, stage_dout + query * (kVHeadDim + kPad) + column_warp * kVCols);
-    };
-    auto add_dk = [&](const Weights& ds, int query) {
-      add_weighted_rows<T, kHeadDim + kPad>(acc_dk, ds, stage_q + query * (kHeadDim + kPad) + column_warp * kKCols);
-    };
-    auto add_others = [&](const Blocks<T, kTileM>& from, auto add) {
-      #pragma unroll
-      for (int w = 1; w < kColumnWarps; ++w) {
-        const int query = (column_warp + w) % kColumnWarps * kQueries;
-        Weights a;
-        from.load(a, warp_key, query);
-        add(a, query);
-      }
-    };
+    const int next_m0 = step_after(head, m0, number);
+    if (kStages > 1 && next_m0 != kNone) load_step(1 - stage, head + (next_m0 <= m0), next_m0);
+    publish_after(next_m0, number + 1);
+    if (kLater && adds_first && before_m0 != kNone) add_dq_of(before_head, before_m0, 1 - stage);
+    const WarpSight keys = m0 == kNone ? WarpSight{} : warp_sight<kWarpKeys>(range + warp_key, m0, kTileM);
     if (keys.any) {
+      const T *const stage_q = tile_q + stage * kQSize, *const stage_dout = tile_dout + stage * kDoutSize;
+      const float* const minus_lse = shared.stats + stage * 2 * kTileM + warp_query;
+      const float* const minus_delta = minus_lse + kTileM;
+      // Adds the products of this warp's keys with some queries to its columns of dv or dk.
+      auto add_dv = [&](const Weights& p, int query) {
+        add_weighted_rows<T, kVHeadDim + kPad>(acc_dv, p,
+                                               stage_dout + query * (kVHeadDim + kPad) + column_warp * kVCols);
+      };
+      auto add_dk = [&](const Weights& ds, int query) {
+        add_weighted_rows<T, kHeadDim + kPad>(acc_dk, ds, stage_q + query * (kHeadDim + kPad) + column_warp * kKCols);
+      };
+      auto add_others = [&](const Blocks<T, kTileM>& from, auto add) {
+        #pragma unroll
+        for (int w = 1; w < kColumnWarps; ++w) {
+          const int query = (column_warp + w) % kColumnWarps * kQueries;
+          Weights a;
+          from.load(a, warp_key, query);
+          add(a, query);
+        }
+      };
       // Probabilities from the saved lse, then dv += P^T dout.
       float score[kKeyFragments][kBlocks][4], dprobability[kKeyFragments][kBlocks][4];
       dot_rows<T, kHeadDim>(score, tile_k + warp_key * (kHeadDim + kPad), stage_q + warp_query * (kHeadDim + kPad));
@@ -341,64 +400,51 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps / kKeyFragments, 1) 
       for (int f = 0; f < kKeyFragments; ++f)
         weigh(score[f], dprobability[f], minus_delta, minus_lse, logits, lane);
       round_to_operand<T>(dscore, score);
-      if (kAddDq || kColumnWarps > 1) shared_ds.store(warp_key, warp_query, dscore);
+      if (kAddDq || kColumnWarps > 1) ds_of(stage).store(warp_key, warp_query, dscore);
       add_dk(dscore, warp_query);
-    } else if (kAddDq) {
-      const Weights zeros = {};
-      shared_ds.store(warp_key, warp_query, zeros);
-    }
-    __syncthreads();
-    if (kColumnWarps > 1 && keys.any) {
-      add_others(shared_p, add_dv);
-      add_others(shared_ds, add_dk);
-    }
-    if (kStages == 1 && kColumnWarps > 1) __syncthreads();
-    const int done_head = head, done_m0 = m0;
-    head += next_m0 <= m0, m0 = next_m0; next_m0 = step_after(head, m0);
-    if (kStages == 1 && m0 != kNone) load_step(0, head, m0);
-    copies_commit();
-    if (kAddDq) {
-      // dq += dS k. The warps divide the tile of dq.
-      constexpr int kFragments = Columns::kFragments, kWarpsM = Columns::kWarpsM, kCols = Columns::kOfDq;
-      const int query = warp % kWarpsM * 16 * kFragments, col = warp / kWarpsM * kCols;
-      float acc_dq[kFragments][kCols / 8][4] = {};
-      #pragma unroll
-      for (int n = 0; n < kTileN; n += 16) {
-        u32 a[kFragments][1][4];
-        shared_ds.load_transposed(a, n, query);
-        add_weighted_rows<T, kHeadDim + kPad>(acc_dq, a, tile_k + n * (kHeadDim + kPad) + col);
+      if (kColumnWarps > 1) {
+        warps_meet<kColumnWarps>();
+        add_others(shared_p, add_dv);
+        add_others(ds_of(stage), add_dk);
       }
-      float* const target = dq_accum + (size_t)(done_m0 + query) * q_stride +
-                            (done_head * kHeadDim + col) * (SumBlock::kFloats / 8);
-      #pragma unroll
-      for (int f = 0; f < kFragments; ++f)
-        #pragma unroll
-        for (int n = 0; n < kCols / 8; ++n)
-          SumBlock::add(target + (size_t)f * 16 * q_stride + n * SumBlock::kFloats, acc_dq[f][n]);
+    } else if (kAddDq && m0 != kNone) {
+      const Weights zeros = {};
+      ds_of(stage).store(warp_key, warp_query, zeros);
     }
+    if (kLater && !adds_first && before_m0 != kNone) add_dq_of(before_head, before_m0, 1 - stage);
+    if (kStages == 1) {
+      __syncthreads();
+      if (next_m0 != kNone) load_step(0, head + (next_m0 <= m0), next_m0);
+      if (kAddDq) add_dq_of(head, m0, 0);
+    }
+    if (kLater) before_head = head, before_m0 = m0;
+    head += next_m0 <= m0, m0 = next_m0;
   }
   copies_wait();
   #pragma unroll
   for (int half = 0; half < 2 * kKeyFragments; ++half) {
     const int row = n0 + warp_key + lane / 4 + 8 * half;
     const bool padding = is_empty(my_range[8 * half]);
-    if (row >= k_rows) continue;
     auto store_dk = [&](auto* dk_row) {
-      store_half(dk_row + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2, acc_dk[half / 2], half % 2,
+      store_half(dk_row ? dk_row + kv_head * kHeadDim + column_warp * kKCols : nullptr, acc_dk[half / 2], half % 2,
                  logits.scale, padding);
     };
     auto store_dv = [&](auto* dv_row) {
-      store_half(dv_row + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2, acc_dv[half / 2], half % 2,
+      store_half(dv_row ? dv_row + kv_head * kVHeadDim + column_warp * kVCols : nullptr, acc_dv[half / 2], half % 2,
                  1.f, padding);
     };
-    if (const int place = places ? places[row] : -1; place >= 0) {
-      store_dk(dk_rounded + (size_t)place * k_stride); store_dv(dv_rounded + (size_t)place * v_stride);
-      continue;
+    const int place = places && row < k_rows ? places[row] : -1;
+    if (places) {
+      store_dk(place < 0 ? nullptr : dk_rounded + (size_t)place * k_stride);
+      store_dv(place < 0 ? nullptr : dv_rounded + (size_t)place * v_stride);
     }
-    Grad* const dk_row = owners.places ? (Grad*)owners.row_of(0, row, k_stride) : dk + (size_t)row * k_stride;
-    if (dk_row) store_dk(dk_row);
-    Grad* const dv_row = owners.places ? (Grad*)owners.row_of(1, row, v_stride) : dv + (size_t)row * v_stride;
-    if (dv_row) store_dv(dv_row);
+    const bool elsewhere = row >= k_rows || place >= 0;
+    auto row_of = [&](int which, Grad* grad, u32 stride) -> Grad* {
+      if (elsewhere) return nullptr;
+      return owners.places ? (Grad*)owners.row_of(which, row, stride) : grad + (size_t)row * stride;
+    };
+    store_dk(row_of(0, dk, k_stride));
+    store_dv(row_of(1, dv, v_stride));
   }
 }
 
