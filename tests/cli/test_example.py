@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import command_line
-import packed_documents
 import pytest
 from launch import SOURCE, run, run_ranks
 
@@ -13,6 +11,8 @@ import thdattn
 
 sys.path.append(str(SOURCE.parent / "examples"))
 
+import command_line
+import packed_documents
 
 EXAMPLE = SOURCE.parent / "examples" / "packed_documents.py"
 SMALL = ("--tokens", "1500", "--repeats", "1")
@@ -68,10 +68,6 @@ def test_a_wrong_result_fails_and_is_named(monkeypatch, capsys, culprit):
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
-
-
-sys.path.append(str(SOURCE.parent / "examples"))
-
 
 EXAMPLES = SOURCE.parent / "examples"
 
