@@ -521,8 +521,8 @@ _BACKWARD_OF_192 = (Backward(tile_m=64, tile_n=96, column_warps=4, fragments=2, 
 
 # A comment says what bounds a number: more would spill (as ptxas reports) or not fit the 227 KB of shared memory of
 # Hopper. Numbers without a bound were chosen by timing on Hopper. A portable backward has choices for GPUs with 227,
-# 163 and 99 KB. Those for the last two, and all portable numbers of other head dims than 64, 128 and 256, are not
-# timed: they follow from registers and shared memory.
+# 163 and 99 KB. Those for the last two, and portable forwards of other head dims than 64, 128 and 256, are not timed:
+# they follow from registers and shared memory.
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
