@@ -20,6 +20,7 @@
 //
 //   kernels/common.cuh                        element types, ranges of rows, small reductions
 //   kernels/logits.cuh                        logits from scores: scaling, soft-capping, sinks
+//   kernels/split_kv.cuh                      split-KV: divides keys among thread blocks when query tiles are few
 //   kernels/trees.cuh                         prefix trees: keys that key ranges have and query ranges hide
 //   kernels/plan_trees.cu                     plans of prefix trees, from those of sequences
 //   kernels/sinks.cu                          the gradient of attention sinks
@@ -35,7 +36,6 @@
 //   kernels/hopper/forward.cu                 the attention forward
 //   kernels/hopper/trees.cuh                  key tiles that prefix trees hide
 //   kernels/hopper/softmax.cuh                its online softmax
-//   kernels/hopper/split_kv.cuh               split-KV: divides keys among thread blocks when query tiles are few
 //   kernels/hopper/backward_common.cuh        what all backwards share: steps of the scheduler, partial sums
 //   kernels/hopper/backward_tiles.cuh         shared memory and producer of the two backwards with 128 keys per block
 //   kernels/hopper/dq_panels.cuh              how these two compute dq and add its partial sums

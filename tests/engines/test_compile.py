@@ -7,6 +7,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,14 @@ from launch import SOURCE
 from nvrtc import compiler
 
 from thdattn.jit import structs
-from thdattn.kernels.configs import STATIC_BYTES, TILES, BackwardByGradientSm90, BackwardSharedDqSm90, Tiles
+from thdattn.kernels.configs import (
+    RESERVED_BYTES,
+    STATIC_BYTES,
+    TILES,
+    BackwardByGradientSm90,
+    BackwardSharedDqSm90,
+    Tiles,
+)
 from thdattn.kernels.instances import (
     CACHE_KERNELS,
     EXCHANGE_KERNELS,
@@ -148,19 +156,20 @@ def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
     """Return the kernels for sinks and soft-capped logits in bfloat16, of Hopper or of every GPU."""
     dtype, capped = "bfloat16", Kind(caps=True, sinks=False)
     kinds = Kind(caps=False, sinks=True), capped, Kind(caps=True, sinks=True)
-    forward = tiles.thd_attn_fwd_sm90 if arch == "sm_90a" else tiles.thd_attn_fwd
-    kernels = [*(forward(dtype, dtype, kind) for kind in kinds), forward(dtype, "float32", capped),
-               forward(dtype, dtype, kinds[-1], trees=True), forward(dtype, "float32", capped, trees=True),
+    hopper, portable = arch == "sm_90a", tiles.forward_for(ARCHITECTURES[arch])
+    forward = tiles.thd_attn_fwd_sm90 if hopper else partial(tiles.thd_attn_fwd, tiles=portable)
+    kernels = [*(forward(dtype, dtype, kind=kind) for kind in kinds), forward(dtype, "float32", kind=capped),
+               forward(dtype, dtype, kind=kinds[-1], trees=True), forward(dtype, "float32", kind=capped, trees=True),
                sinks_grad_kernel(dtype, tiles.v_head_dim)]
     grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")
-    if arch != "sm_90a":
+    if (tiles.forward_sm90 if hopper else portable).split_kv:
+        kernels.append(forward(dtype, dtype, kind=kinds[0], split_kv=True))
+    if not hopper:
         backward = tiles.backward_for(ARCHITECTURES[arch])
         return [*kernels, *(tiles.thd_attn_bwd(dtype, grad, with_dq, backward, caps=True)
                             for grad in (dtype, "float32") for with_dq in (True, False)),
                 *(tiles.thd_attn_bwd_dq(dtype, dq, caps=True) for dq in (dtype, "float32")),
                 tiles.thd_attn_bwd_dq(dtype, dtype, caps=True, trees=True)]
-    if tiles.forward_sm90.split_kv:
-        kernels.append(tiles.thd_attn_fwd_sm90(dtype, dtype, Kind(caps=False, sinks=True), split_kv=True))
     if isinstance(tiles.backward_sm90, BackwardByGradientSm90):
         return [*kernels,
                 *(tiles.thd_attn_bwd_by_gradient_sm90(dtype, *each, with_dq=True, caps=True) for each in grads),
@@ -363,13 +372,25 @@ def test_backward_is_the_first_choice_that_fits(dims):
         tiles.backward_for(needs[-1] - 1)
 
 
+@EACH_HEAD_DIM
+def test_the_portable_forward_is_the_first_whose_thread_blocks_share_a_multiprocessor(dims):
+    tiles = TILES[dims]
+    *choices, last = tiles.forward
+    for choice in choices:
+        each = tiles.thd_attn_fwd("bfloat16", "bfloat16", choice).shared_bytes + STATIC_BYTES + RESERVED_BYTES
+        fits = choice.per_multiprocessor * each - RESERVED_BYTES
+        assert tiles.forward_for(fits) == choice != tiles.forward_for(fits - 1)
+    assert tiles.forward_for(ARCHITECTURES["sm_120"]) == last
+
+
 @pytest.mark.parametrize(("caps", "capped_tile_n", "keys"), [(False, 32, 64), (True, 32, 32), (True, 0, 64)])
-@pytest.mark.parametrize(("table", "kernel"), [("forward", "thd_attn_fwd"), ("forward_sm90", "thd_attn_fwd_sm90")])
-def test_capped_logits_have_as_many_keys_at_a_time_as_the_table_says(table, kernel, caps, capped_tile_n, keys):
-    row = TILES[128, 128]
-    row = replace(row, **{table: replace(getattr(row, table), tile_n=64, capped_tile_n=capped_tile_n)})
-    made = getattr(row, kernel)("float16", "float16", Kind(caps=caps, sinks=False))
-    assert f", 128, 128, {keys}, " in made.name
+def test_capped_logits_have_as_many_keys_at_a_time_as_the_table_says(caps, capped_tile_n, keys):
+    row, kind = TILES[128, 128], Kind(caps=caps, sinks=False)
+    portable, hopper = (replace(tiles, tile_n=64, capped_tile_n=capped_tile_n)
+                        for tiles in (row.forward[0], row.forward_sm90))  # fmt: skip
+    made = (row.thd_attn_fwd("float16", "float16", portable, kind),
+            replace(row, forward_sm90=hopper).thd_attn_fwd_sm90("float16", "float16", kind))
+    assert all(f", 128, 128, {keys}, " in kernel.name for kernel in made)
 
 
 @pytest.mark.parametrize("head_dim", range(32, 257, 16))
@@ -450,7 +471,8 @@ def with_tiles():
     mixer += [kernel for walk in (walk_for(CHUNK_TILES[0], 64, 2**20), WALKS_SM90[0])
               for kernel in (of_gradients(walk)("float16"), walk.thd_ssd_chunk_states("float16", False))]
     return [*mixer,
-            narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
+            narrow.thd_attn_fwd("float16", "float32", narrow.forward[0]),
+            narrow.thd_attn_bwd("float16", "float32", True, backward),
             narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),
             narrow.thd_attn_bwd_sm90("float16", "float16", "float32", False),
             TILES[192, 128].thd_attn_bwd_shared_dq_sm90("float16", "float16", "float32", False),
@@ -513,12 +535,15 @@ def test_a_constant_that_python_has_otherwise_does_not_compile(constant, monkeyp
     wrong = value + 1 if isinstance(value, int) else lambda columns: value(columns) + 8
     monkeypatch.setitem(compiler.CONSTANTS, constant, wrong)
     compiler.forget_files()
-    by_file = {**dict.fromkeys(("kTreeGroup", "kBehindKeys"), TILES[64, 64].thd_attn_fwd("float16", "float16").name),
+    narrow = TILES[64, 64]
+    trees = narrow.thd_attn_fwd("float16", "float16", narrow.forward[0]).name
+    by_file = {**dict.fromkeys(("kTreeGroup", "kBehindKeys"), trees),
+               **dict.fromkeys(("kSlab", "slab_of"), narrow.thd_attn_count_partials_sm90().name),
                "kMaxSlices": GATHER_KERNEL, "kMaxSplits": TILES[64, 64].thd_attn_decode("float16").name,
                "kPad": TILES[64, 64].thd_attn_delta("float16").name}
     try:
         with pytest.raises(RuntimeError, match=rf"static assertion failed .*{constant}.* is not what Python has"):
-            compiler.compile_kernel(by_file.get(constant, TILES[64, 64].thd_attn_split_kv_sm90().name), "sm_90a")
+            compiler.compile_kernel(by_file.get(constant, narrow.thd_attn_split_kv(narrow.forward_sm90).name), "sm_90a")
     finally:
         monkeypatch.undo()
         compiler.forget_files()

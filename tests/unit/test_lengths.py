@@ -15,7 +15,7 @@ FILES = [path for folder in ("src", "tests", "benchmarks", "examples", "tools")
 
 
 # Kernels that are longer, with their lines: dividing them would change their machine code.
-LONGER = {("portable/backward.cu", 173), ("portable/forward.cu", 158), ("hopper/forward.cu", 153)}
+LONGER = {("portable/backward.cu", 173), ("hopper/forward.cu", 154)}
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:

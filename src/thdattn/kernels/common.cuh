@@ -97,6 +97,19 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// Returns warp (of the warpgroup) and lane of this thread. They are computed where they are needed, as there are no
+// registers to keep them.
+struct Me { int warp, lane; };
+__device__ __forceinline__ Me me() {
+  u32 thread;                                         // unsigned, as signed divisions take more than a shift
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return {(int)(thread / kWarp % 4), (int)(thread % kWarp)};
+}
+
+// Tells the compiler that all lanes have the same value. Results then stay in uniform registers, where matrix products
+// need their descriptors, and are not moved there each time.
+__device__ __forceinline__ u32 uniform(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+
 // Merges a row's attention over some keys (`these`) with its attention over others. *lse is the log-sum-exp over the
 // others, -inf if there were none, and becomes that over all keys. The attention over all keys is the sum of both, each
 // times its weight. A whole warp calls it, with four lanes per row. Rows that do not count get arbitrary weights.

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from thdattn.kernels.instances import PLAIN, Instance, Kind, instance
 
 PAD = 8  # elements after every row of a portable tile, kPad of kernels/portable/common.cuh
+RESERVED_BYTES = 1024  # of shared memory, for every thread block on a multiprocessor
 STATIC_BYTES = 2304  # most static shared memory that a kernel declares beside its tiles
 SLAB = 64  # columns of a slab of a Hopper tile, kSlab of kernels/hopper/common.cuh: 128 bytes, the widest swizzle
-MAX_KV_SPLITS = 32  # of the keys of a query tile, kMaxKvSplits of kernels/hopper/split_kv.cuh
+MAX_KV_SPLITS = 32  # of the keys of a query tile, kMaxKvSplits of kernels/split_kv.cuh
 DQ_ROWS = 128  # query rows of thd_attn_bwd_dq_sm90, which are those of the forward beside it
 TREE_GROUP, BEHIND_KEYS = 64, 256  # kTreeGroup and kBehindKeys of kernels/trees.cuh
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
@@ -35,15 +36,25 @@ class Keys:
 
 @dataclass(frozen=True, kw_only=True)
 class Forward(Keys):
-    """Tile sizes of thd_attn_fwd; each warp owns `fragments` (1 or 2) times 16 query rows."""
+    """Tile sizes of thd_attn_fwd; each warp owns `fragments` (1 or 2) times 16 query rows.
+
+    `stages` (1 or 2) tiles of keys and of values are in shared memory. split_kv: as for ForwardSm90.
+    """
 
     warps: int
     fragments: int
+    stages: int = 1
+    split_kv: bool = True
 
     @property
     def tile_m(self) -> int:
         """Query rows of a thread block."""
         return 16 * self.warps * self.fragments
+
+    @property
+    def per_multiprocessor(self) -> int:
+        """Thread blocks that share a multiprocessor, for which the kernel limits its registers."""
+        return 8 // self.warps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +134,8 @@ class ForwardSm90(Keys):
     lazy_row_max: bool = False
     together: int = 4
     split_kv: bool = True
+
+    per_multiprocessor = 1
 
     @property
     def tile_m(self) -> int:
@@ -224,19 +237,21 @@ class BackwardByGradientSm90:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """All tile sizes of one head dim. Of `backward`, the first choice that fits the GPU's shared memory is used.
-    On GPUs of compute capability 10.x, forward_sm100 and backward_sm100 replace those of other GPUs, if there are any.
+    """All tile sizes of one head dim. Of `backward`, the first choice that fits the GPU's shared memory is used. Of
+    `forward` it is the first with which as many thread blocks share a multiprocessor as its registers allow, or else
+    the last. On GPUs of compute capability 10.x, forward_sm100 and backward_sm100 replace those of other GPUs, if there
+    are any.
     """
 
     head_dim: int
     v_head_dim: int
-    forward: Forward
+    forward: tuple[Forward, ...]
     backward: tuple[Backward, ...]
     backward_dq: BackwardDq
     decode: Decode
     forward_sm90: ForwardSm90
     backward_sm90: BackwardSm90 | BackwardSharedDqSm90 | BackwardByGradientSm90
-    forward_sm100: Forward | None = None
+    forward_sm100: tuple[Forward, ...] = ()
     backward_sm100: tuple[Backward, ...] = ()
 
     def on(self, arch: str) -> Tiles:
@@ -262,14 +277,27 @@ class Tiles:
 
     # ---------------------------------------------------------------------------------------- portable kernels
 
-    def thd_attn_fwd(self, dtype: str, out_dtype: str, kind: Kind = PLAIN, trees: bool = False) -> Instance:
+    def thd_attn_fwd(
+        self, dtype: str, out_dtype: str, tiles: Forward, kind: Kind = PLAIN, split_kv: bool = False,
+        trees: bool = False,
+    ) -> Instance:
         """Return the forward for "float16" or "bfloat16". out_dtype "float32" merges its result with that in out.
 
-        trees: here and below, the instance for packs with prefix trees.
+        split_kv: the keys of a query tile may be divided among thread blocks; not with trees.
+        trees: here and below, the instance for packs with prefix trees. It has one stage, as registers are short.
         """
-        f, tile_n = self.forward, self.forward.keys(kind)
-        return instance("thd_attn_fwd", dtype, out_dtype, *kind, *self._dims, tile_n, f.warps, f.fragments,
-                        shared_bytes=2 * (f.tile_m * (self.head_dim + PAD) + tile_n * self._pair), trees=trees)
+        t, tile_n, stages = tiles, tiles.keys(kind), 1 if trees else tiles.stages
+        rows = t.tile_m * (self.head_dim + PAD) + stages * tile_n * self._pair
+        return instance("thd_attn_fwd", dtype, out_dtype, *kind, *self._dims, tile_n, t.warps, t.fragments, stages,
+                        split_kv, shared_bytes=2 * rows, trees=trees)
+
+    def thd_attn_split_kv(self, forward: Forward | ForwardSm90) -> Instance:
+        """Return the kernel that chooses the KV splits of query tiles of `forward`, on every GPU."""
+        return instance("thd_attn_split_kv", forward.tile_m, forward.tile_n)
+
+    def partial_floats(self, forward: Forward | ForwardSm90) -> int:
+        """Return the floats of the partial result of a KV split and one head, kPartialQuads of kernels/split_kv.cuh."""
+        return forward.tile_m * (self.v_head_dim + 4)
 
     def thd_attn_delta(self, dtype: str) -> Instance:
         """Return the kernel of -lse and -delta of every query row, with which every backward begins."""
@@ -304,6 +332,18 @@ class Tiles:
         return instance("thd_attn_decode", dtype, *kind, *self._dims, d.warps, d.stages,
                         shared_bytes=max(tiles, partials))
 
+    def forward_for(self, shared_bytes: int) -> Forward:
+        """Return the choice of the forward for a GPU with `shared_bytes` of shared memory per thread block.
+
+        A multiprocessor has RESERVED_BYTES more, and reserves as many for every thread block.
+        """
+        *choices, last = self.forward
+        for choice in choices:
+            need = self.thd_attn_fwd("bfloat16", "bfloat16", choice).shared_bytes + STATIC_BYTES + RESERVED_BYTES
+            if choice.per_multiprocessor * need <= shared_bytes + RESERVED_BYTES:
+                return choice
+        return last
+
     def backward_for(self, shared_bytes: int) -> Backward:
         """Return the first choice of the backward that fits `shared_bytes` of shared memory per thread block.
 
@@ -322,12 +362,15 @@ class Tiles:
 
     def portable_kernels(self, shared_bytes: int) -> list[Instance]:
         """Return the portable kernels of this head dim for a GPU with `shared_bytes` per thread block."""
-        backward = self.backward_for(shared_bytes)
-        return [
+        forward, backward = self.forward_for(shared_bytes), self.backward_for(shared_bytes)
+        of_splits = [self.thd_attn_split_kv(forward)] if forward.split_kv else []
+        return of_splits + [
             kernel
             for dtype in ("float16", "bfloat16")
             for kernel in (
-                *(self.thd_attn_fwd(dtype, out, trees=trees) for trees in (False, True) for out in (dtype, "float32")),
+                *(self.thd_attn_fwd(dtype, out, forward, trees=trees)
+                  for trees in (False, True) for out in (dtype, "float32")),
+                *(self.thd_attn_fwd(dtype, dtype, forward, split_kv=True) for _ in of_splits),
                 self.thd_attn_delta(dtype),
                 *(self.thd_attn_bwd(dtype, grad, with_dq, backward)
                   for grad in (dtype, "float32") for with_dq in (True, False)),
@@ -357,15 +400,6 @@ class Tiles:
             "thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages, f.kv_stages,
             f.q_in_registers and not (trees and self.head_dim > 128), f.lazy_row_max, split_kv,
             shared_bytes=shared, trees=trees)
-
-    def thd_attn_split_kv_sm90(self) -> Instance:
-        """Return the kernel that chooses the KV splits of query tiles."""
-        return instance("thd_attn_split_kv_sm90", self.forward_sm90.tile_m, self.forward_sm90.tile_n)
-
-    @property
-    def partial_floats(self) -> int:
-        """Floats of the partial result of a KV split and one head, kPartialQuads of kernels/hopper/split_kv.cuh."""
-        return self.forward_sm90.tile_m * (self.v_head_dim + 4)
 
     def thd_attn_count_partials_sm90(self) -> Instance:
         """Return the kernel that counts the partial sums of every query tile's dq."""
@@ -441,7 +475,7 @@ class Tiles:
         """Return the Hopper kernels of this head dim."""
         kernels = [self.thd_attn_count_partials_sm90()]
         if self.forward_sm90.split_kv:
-            kernels += [self.thd_attn_split_kv_sm90(),
+            kernels += [self.thd_attn_split_kv(self.forward_sm90),
                         *(self.thd_attn_fwd_sm90(dtype, dtype, split_kv=True) for dtype in ("float16", "bfloat16"))]
         for dtype in ("float16", "bfloat16"):
             kernels += [self.thd_attn_fwd_sm90(dtype, out, trees=trees)
@@ -520,15 +554,15 @@ _BACKWARD_OF_192 = (Backward(tile_m=64, tile_n=96, column_warps=4, fragments=2, 
                     Backward(tile_m=32, tile_n=64, column_warps=2, fragments=1, stages=1))
 
 # A comment says what bounds a number: more would spill (as ptxas reports) or not fit the 227 KB of shared memory of
-# Hopper. Numbers without a bound were chosen by timing on Hopper. A portable backward has choices for GPUs with 227,
-# 163 and 99 KB. Those for the last two, and portable forwards of other head dims than 64, 128 and 256, are not timed:
-# they follow from registers and shared memory.
+# Hopper. Numbers without a bound were chosen by timing on Hopper. Portable forwards and backwards have choices for GPUs
+# with 227, 163 and 99 KB. Those for the last two are not timed: they follow from registers and shared memory.
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
         Tiles(
             head_dim=64, v_head_dim=64,
-            forward=Forward(tile_n=96, warps=4, fragments=2),  # 112 keys leave one thread block per 99 KB
+            forward=(Forward(tile_n=96, warps=4, fragments=2, stages=2),
+                     Forward(tile_n=96, warps=4, fragments=2)),  # 112 keys leave one thread block per 99 KB
             backward=(Backward(tile_m=128, tile_n=128, column_warps=2, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=1)),
@@ -549,7 +583,8 @@ TILES = {
         ),
         Tiles(
             head_dim=96, v_head_dim=96,
-            forward=Forward(tile_n=48, warps=4, fragments=2),  # 64 keys leave one thread block per 99 KB
+            forward=(Forward(tile_n=64, warps=4, fragments=2, stages=2),
+                     Forward(tile_n=48, warps=4, fragments=2)),  # 64 keys leave one thread block per 99 KB
             backward=(Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=64, column_warps=2, fragments=2, stages=1)),
             backward_dq=BackwardDq(tile_n=32, warps=8),
@@ -569,8 +604,8 @@ TILES = {
         ),
         Tiles(
             head_dim=128, v_head_dim=128,
-            forward=Forward(tile_n=64, warps=4, fragments=2, capped_tile_n=32),
-            forward_sm100=Forward(tile_n=48, warps=4, fragments=2, capped_tile_n=32),  # 64 keys spill
+            forward=(Forward(tile_n=64, warps=4, fragments=2, capped_tile_n=32),),
+            forward_sm100=(Forward(tile_n=48, warps=4, fragments=2, capped_tile_n=32),),  # 64 keys spill
             backward=(Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=128, column_warps=2, fragments=2, stages=1),
                       Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1)),
@@ -589,7 +624,8 @@ TILES = {
         ),
         Tiles(
             head_dim=192, v_head_dim=128,
-            forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
+            forward=(Forward(tile_n=96, warps=4, fragments=1),  # two fragments spill
+                     Forward(tile_n=64, warps=4, fragments=1)),
             backward=_BACKWARD_OF_192, backward_sm100=_BACKWARD_OF_192[1:],  # 96 keys spill
             backward_dq=BackwardDq(tile_n=16, warps=4),
             decode=Decode(warps=4, stages=2, per_multiprocessor=2),
@@ -605,7 +641,8 @@ TILES = {
         ),
         Tiles(
             head_dim=192, v_head_dim=192,
-            forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
+            forward=(Forward(tile_n=96, warps=4, fragments=1),  # two fragments spill
+                     Forward(tile_n=64, warps=4, fragments=1)),
             backward=_BACKWARD_OF_192, backward_sm100=_BACKWARD_OF_192[1:],  # 96 keys spill
             backward_dq=BackwardDq(tile_n=16, warps=4),
             decode=Decode(warps=2, stages=3, per_multiprocessor=2),
@@ -620,7 +657,10 @@ TILES = {
         ),
         Tiles(
             head_dim=256, v_head_dim=256,
-            forward=Forward(tile_n=32, warps=4, fragments=1),  # two fragments spill
+            forward=(Forward(tile_n=64, warps=4, fragments=1,  # two fragments spill
+                             split_kv=False),  # merging the splits spills
+                     Forward(tile_n=64, warps=8, fragments=1),
+                     Forward(tile_n=32, warps=4, fragments=1)),
             backward=(Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=2),
                       Backward(tile_m=64, tile_n=64, column_warps=4, fragments=2, stages=1),
                       Backward(tile_m=32, tile_n=32, column_warps=2, fragments=1, stages=1)),

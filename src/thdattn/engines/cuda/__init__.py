@@ -29,4 +29,4 @@ def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     if gpu.sm90:
         return row.forward_sm90.tile_m, row.backward_sm90.tile_n
     row = row.on(gpu.arch)
-    return row.forward.tile_m, row.backward_for(gpu.shared_bytes).tile_n
+    return row.forward_for(gpu.shared_bytes).tile_m, row.backward_for(gpu.shared_bytes).tile_n

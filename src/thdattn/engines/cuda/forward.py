@@ -91,13 +91,38 @@ def _launches(plan: Plan, spec: _Spec) -> tuple[list[Launch], tuple[int, ...], A
     if gpu.sm90:
         keys = row.forward_sm90.keys(spec.kind)
         return _hopper(plan, spec, parts, of_tiles), (row.forward_sm90.tile_m, keys, keys), of_tiles
-    row = row.on(gpu.arch)
-    kernel = compiler.kernel(*row.thd_attn_fwd(heads.dtype.name, spec.out_dtype, spec.kind, plan.has_trees))
+    return _portable(plan, spec, parts, of_tiles), (), of_tiles
+
+
+def _portable(plan: Plan, spec: _Spec, parts: list[Array], of_tiles: Array) -> list[Launch]:
+    """Return a launch of thd_attn_fwd for each part of the tiles."""
+    gpu, heads = launch.this_gpu(), spec.heads
+    heads = heads._replace(row_heads=sum(heads.groups) * heads.group)  # q may be a copy of some heads of the layer
+    row = TILES[plan.head_dims].on(gpu.arch)
+    tiles = row.forward_for(gpu.shared_bytes)
+    splits = _splits_keys(plan, spec, heads.row_heads)
+    kernel = compiler.kernel(*row.thd_attn_fwd(
+        heads.dtype.name, spec.out_dtype, tiles, spec.kind, splits, plan.has_trees))
     sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, heads.group)))
     query_ranges = plan.query_ranges if plan.has_unseen_keys else launch.NONE
-    runs = [Launch(kernel, (tiles.shape[1], heads.num_heads), 32 * row.forward.warps,
-                   (of_tiles, plan.key_ranges, query_ranges, tiles[1], *sizes, *trees_of(plan))) for tiles in parts]
-    return runs, (), of_tiles
+
+    def launch_of(order: Array) -> Launch:
+        blocks, partials = len(order), _WHOLE
+        if splits:
+            most = scheduler.most_kv_splits(gpu, plan.num_tiles[0], heads.row_heads)
+            blocks += most if blocks else 0
+            order, partials = _split_keys(plan, order, heads)
+        return Launch(kernel, (blocks, heads.num_heads), 32 * tiles.warps,
+                      (of_tiles, plan.key_ranges, query_ranges, order, *sizes, partials, *trees_of(plan)))
+
+    return [launch_of(orders[1]) for orders in parts]
+
+
+def _splits_keys(plan: Plan, spec: _Spec, layer_heads: int) -> bool:
+    """Tell if the keys of query tiles may be divided. Kernels with capped logits spill registers beside split keys."""
+    gpu = launch.this_gpu()
+    tiles = scheduler.forward_tiles(gpu, plan.head_dims)
+    return not spec.accumulate and not spec.kind.caps and scheduler.splits_keys(gpu, tiles, plan, layer_heads)
 
 
 def _hopper(plan: Plan, spec: _Spec, parts: list[Array], of_tiles: Array) -> list[Launch]:
@@ -105,9 +130,7 @@ def _hopper(plan: Plan, spec: _Spec, parts: list[Array], of_tiles: Array) -> lis
     gpu, heads = launch.this_gpu(), spec.heads
     row = TILES[plan.head_dims]
     tiles = row.forward_sm90
-    # The kernel with capped logits spills registers beside split keys.
-    splits = (not spec.accumulate and not spec.kind.caps
-              and scheduler.splits_keys(gpu, tiles, plan, heads.row_heads))
+    splits = _splits_keys(plan, spec, heads.row_heads)
     kernel = compiler.kernel(*row.thd_attn_fwd_sm90(
         heads.dtype.name, spec.out_dtype, spec.kind, splits, plan.has_trees))
     together = max(heads.group, tiles.together)
@@ -138,14 +161,15 @@ def _split_keys(plan: Plan, order: Array, heads: Heads) -> tuple[Array, Any]:
     """
     every, layer_heads = plan.arrays.query_tiles[1], heads.row_heads
     gpu, row = launch.this_gpu(), TILES[plan.head_dims]
+    tiles = scheduler.forward_tiles(gpu, plan.head_dims)
     declared, most = (kv_partials(plan, layer_heads, n) for n in (heads.num_heads, heads.most_heads))
     partials = plan.workspace.array(most, declared.shape)
     arrived = plan.memoize(
-        ("arrived", partials.shape), lambda: cupy.zeros(len(partials) * row.forward_sm90.warps, np.uint32))
+        ("arrived", partials.shape), lambda: cupy.zeros(len(partials) * tiles.warps, np.uint32))
     splits = launch.new(kv_splits(plan, layer_heads, heads.num_heads, len(order)))
     args = splits, plan.key_ranges, order, every, *map(np.int32, (
-        plan.local_rows, len(order), len(every), layer_heads, gpu.multiprocessors,
+        plan.local_rows, len(order), len(every), layer_heads, gpu.multiprocessors * tiles.per_multiprocessor,
         scheduler.most_kv_splits(gpu, len(every), layer_heads)))
-    plan.make(lambda: compiler.kernel(*row.thd_attn_split_kv_sm90())((1,), 1024, args))
+    plan.make(lambda: compiler.kernel(*row.thd_attn_split_kv(tiles))((1,), 1024, args))
     return splits, np.array((partials.data.ptr, arrived.data.ptr), KV_PARTIALS)[()]
 

@@ -1,11 +1,11 @@
-"""Scheduler of the Hopper kernels: the order of tiles and heads, KV splits, and splits of query heads."""
+"""Scheduler: the order of tiles and heads, KV splits, and splits of query heads; all but KV splits on Hopper alone."""
 
 from __future__ import annotations
 
 import math
 
 from thdattn.engines.cuda.launch import Array, Gpu
-from thdattn.kernels.configs import MAX_KV_SPLITS, ForwardSm90
+from thdattn.kernels.configs import MAX_KV_SPLITS, TILES, Forward, ForwardSm90
 from thdattn.plan.plan import Plan
 from thdattn.plan.ranges import FEW_SEQUENCES
 
@@ -16,7 +16,13 @@ FEW_QUERIES = 256  # of all sequences: loading keys then takes longer than all e
 FEW_WAVES, KV_SPLITS = 2, 3  # query tiles of all heads, and their KV splits, per multiprocessor
 
 
-def splits_keys(gpu: Gpu, tiles: ForwardSm90, plan: Plan, num_heads: int) -> bool:
+def forward_tiles(gpu: Gpu, head_dims: tuple[int, int]) -> Forward | ForwardSm90:
+    """Return the tile sizes of a GPU's forward."""
+    row = TILES[head_dims]
+    return row.forward_sm90 if gpu.sm90 else row.on(gpu.arch).forward_for(gpu.shared_bytes)
+
+
+def splits_keys(gpu: Gpu, tiles: Forward | ForwardSm90, plan: Plan, num_heads: int) -> bool:
     """Tell if there are so few query tiles that their keys may be divided among multiprocessors; not with trees.
 
     Args:

@@ -25,8 +25,8 @@ def forward_buffers(plan: Plan, layer: Layer) -> list[Buffer]:
         rows = plan.local_rows, num_heads
         made += pair_of("a group's q, out and lse", rows, plan.head_dims, layer.dtype)
         made.append(Buffer("a group's q, out and lse", rows, FLOAT32))
-    elif gpu.sm90 and plan.keys_of is None and scheduler.splits_keys(
-            gpu, TILES[plan.head_dims].forward_sm90, plan, layer.num_heads):
+    tiles = scheduler.forward_tiles(gpu, plan.head_dims)
+    if plan.keys_of is None and scheduler.splits_keys(gpu, tiles, plan, layer.num_heads):
         made.append(kv_partials(plan, layer.num_heads, num_heads))
         made += [kv_splits(plan, layer.num_heads, heads, plan.num_tiles[0]) for heads in layer.group_heads]
     return made
@@ -34,8 +34,7 @@ def forward_buffers(plan: Plan, layer: Layer) -> list[Buffer]:
 
 def max_logits(plan: Plan, num_heads: int) -> Buffer:
     """Declare the largest logits of every tile, head and warp."""
-    row = TILES[plan.head_dims]
-    warps = (row.forward_sm90 if launch.this_gpu().sm90 else row.forward).warps
+    warps = scheduler.forward_tiles(launch.this_gpu(), plan.head_dims).warps
     return Buffer("logits of tiles", (plan.num_tiles[0], num_heads, warps), FLOAT32)
 
 
@@ -45,8 +44,9 @@ def kv_partials(plan: Plan, layer_heads: int, num_heads: int) -> Buffer:
     Args:
         layer_heads: query heads of the layer, of which num_heads are computed at a time.
     """
-    most = _most_kv_splits(plan, layer_heads)
-    return Buffer("partial results of tiles", (most * num_heads, TILES[plan.head_dims].partial_floats), FLOAT32)
+    tiles = scheduler.forward_tiles(launch.this_gpu(), plan.head_dims)
+    shape = _most_kv_splits(plan, layer_heads) * num_heads, TILES[plan.head_dims].partial_floats(tiles)
+    return Buffer("partial results of tiles", shape, FLOAT32)
 
 
 def kv_splits(plan: Plan, layer_heads: int, num_heads: int, num_tiles: int) -> Buffer:

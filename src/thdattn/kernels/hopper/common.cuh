@@ -104,14 +104,6 @@ template <int kRegisters> __device__ __forceinline__ void registers_give() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// Returns warp (of the warpgroup) and lane of this thread. They are computed where they are needed, as there are no
-// registers to keep them.
-struct Me { int warp, lane; };
-__device__ __forceinline__ Me me() {
-  u32 thread;                                         // unsigned, as signed divisions take more than a shift
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return {(int)(thread / kWarp % 4), (int)(thread % kWarp)};
-}
 // Returns the same value, but hides it from the compiler, which then recomputes what follows from it instead of keeping
 // it in registers.
 __device__ __forceinline__ int opaque(int value) {
@@ -294,10 +286,6 @@ __device__ __forceinline__ WorkTile scheduled_tile(int work, Order tile_order, i
   const int in_group = work - first * num_tiles;
   return {tile_order[in_group / heads], first + in_group % heads};
 }
-
-// Tells the compiler that all lanes have the same value. Results then stay in uniform registers, where matrix products
-// need their descriptors, and are not moved there each time.
-__device__ __forceinline__ u32 uniform(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
 // A stage of a ring of buffers, and the parity to wait for on its barriers.
 template <int kStages>

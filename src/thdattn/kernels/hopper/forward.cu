@@ -3,9 +3,9 @@
 
 #pragma once
 
-#include "kernels/hopper/split_kv.cuh"
 #include "kernels/hopper/softmax.cuh"
 #include "kernels/hopper/trees.cuh"
+#include "kernels/split_kv.cuh"
 
 // What the producer tells the consumers of a query tile, and of each key tile. first, next: the flags of the key tile
 // that comes next, so that consumers need not wait for its arrival between products; kLast if there is none. word: the
@@ -55,10 +55,6 @@ struct ForwardSharedWithEnds<Shared, kTileN, kStages, false> : Shared {
 struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads, row_heads; };
 CHECK_ForwardSize;
 
-// Memory of merge_splits (kSplitKv), with a place for every warp of every number of work.
-struct KvPartials { float4* partials; u32* arrived; };
-CHECK_KvPartials;
-
 // The producer, one warp. It loads every query tile of this thread block and the key tiles that it sees, with keys one
 // tile ahead of values.
 template <bool kSplitKv, bool kTrees, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages,
@@ -106,7 +102,7 @@ __device__ __forceinline__ void produce_forward(
     int2 range[kRows];
     #pragma unroll
     for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
-    if constexpr (kSplitKv) cut<kTileN>(range, split);
+    if (kSplitKv && split.count != 1) cut<kTileN>(range, split, span_of(range));
     if constexpr (kTrees) {                           // keys take longer to find, while copies are on their way
       barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
       if (lane == 0) {
@@ -368,11 +364,12 @@ __device__ __forceinline__ void consume_forward(
     q_ring.advance();
     bool padding[2] = {is_empty(range[lane / 4]), is_empty(range[lane / 4 + 8])};
     if constexpr (kSplitKv) {
-      constexpr int kWarps = 4 * kConsumers, kQuads = kPartialQuads<kOutBlocks>;
+      constexpr int kWarps = 4 * kConsumers, kQuads = kPartialQuads<1, kOutBlocks>;
       const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp;
       const size_t pitch = (size_t)size.num_heads * kWarps * kQuads;
       if (unpacked(word).count > 1 && !merge_splits(splits.partials + mine * kQuads, pitch, splits.arrived + mine,
-                                                    unpacked(word), acc_out, softmax, padding))
+                                                    unpacked(word), *(float(*)[1][kOutBlocks][4])&acc_out, softmax,
+                                                    padding))
         continue;
     }
 
@@ -430,7 +427,7 @@ __device__ __forceinline__ void consume_forward(
 // max_logits (all query tiles, num_heads, 4 * kConsumers)
 // maps: boxes of 64 * kConsumers rows of q, and of kTileN rows of k and v
 // tile_order: some tiles or all, see scheduled_tile; counter: one int, zero, and zero again after the kernel
-// kSplitKv: tile_order comes from thd_attn_split_kv_sm90, and all heads of a split come one after another
+// kSplitKv: tile_order comes from thd_attn_split_kv, and all heads of a split come one after another
 // trees_or_none: for a pack with prefix trees; not with kSplitKv
 // Launch: grid at most tiles * num_heads and one thread block per multiprocessor, block 128 * (1 + kConsumers), shared
 // memory kSharedBytes.

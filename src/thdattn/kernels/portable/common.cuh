@@ -123,6 +123,11 @@ struct Sight {
     publish(1, counts ? -range.x : kNone);
     publish(2, counts ? range.y : kNone);
   }
+  __device__ __forceinline__ void publish_span(int2 range) {
+    publish(1, is_empty(range) ? kNone : range.x);
+    publish(2, is_empty(range) ? 0 : -range.y);
+  }
+  __device__ __forceinline__ int2 span() const { return make_int2(collect(1), -collect(2)); }
   __device__ __forceinline__ int first_tile(int tile) const {
     const int row = collect(0);
     return row == kNone ? kNone : row / tile * tile;
