@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.engines.reference.arrays import empty
+from thdattn.engines.reference import arrays
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer
 from thdattn.spans import on_host
@@ -37,7 +37,7 @@ def to_sequence_order(
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
     """
-    k, v = into or [empty((plan.key_rows, *x.shape[1:]), x.dtype) for x, *_ in parts]
+    k, v = into or [arrays.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x, *_ in parts]
     for x, rows, mine in zip((k, v), parts, own or (None, None), strict=True):
         x[...] = 0
         _scatter(x, plan.rank_order, np.concatenate(rows))
@@ -64,7 +64,7 @@ def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
         dk_ranks, dv_ranks: (cp_size*local_key_rows, ...), the dtypes of the inputs.
     """
     order = plan.rank_order
-    dk_ranks, dv_ranks = (empty((len(order), *x.shape[1:]), x.dtype) for x in (dk, dv))
+    dk_ranks, dv_ranks = (arrays.empty((len(order), *x.shape[1:]), x.dtype) for x in (dk, dv))
     pack_rows((dk, dv), order, (dk_ranks, dv_ranks))
     return dk_ranks, dv_ranks
 
