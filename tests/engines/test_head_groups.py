@@ -75,7 +75,7 @@ def test_ranks_agree_on_the_expected_lengths_that_decide_on_groups():
     _, plan = outline(over_nccl(False), thdattn.PackedBatch.from_lengths([16384] * 8), 32, 8)
     on_gpu = SimpleNamespace(on_device=True, described=dict)
     one, same, other = (
-        description(SimpleNamespace(sharding=plan.sharding, is_cross=False, batch=on_gpu,
+        description(SimpleNamespace(sharding=plan.sharding, core=None, is_cross=False, batch=on_gpu,
                                     like=thdattn.PackedBatch.from_lengths(lengths)), {})
         for lengths in ([4, 8], [4, 8], [8, 4]))
     np.testing.assert_equal(one, same)
