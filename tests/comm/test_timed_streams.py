@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from fake_gpus import Machine, installed
 from fake_mpi import World
+
+pytest.importorskip("cupy")  # which peer_programs loads
 from peer_programs import HEADS, WIDTH, Pack, Program, machine_of
 
 import thdattn
@@ -22,10 +24,6 @@ from thdattn import spans, timeline
 from thdattn.comm import nccl
 from thdattn.comm.failures import watchdog
 from thdattn.comm.peer import transport as peer
-
-pytest.importorskip("cupy")
-
-
 
 GROUPS = 1, 1, 2
 

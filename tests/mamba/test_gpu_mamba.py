@@ -518,8 +518,6 @@ def test_auto_is_the_gpu(cupy):
 
 pytest.importorskip("cupy")  # which peer memory loads
 
-
-
 PROGRAM = RANKS / "mamba_ranks.py"
 PACKS = [
     *(Case(name, lengths, sizes=GPU_SIZES) for name, lengths in (
