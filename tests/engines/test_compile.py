@@ -387,7 +387,7 @@ def test_the_portable_forward_is_the_first_whose_thread_blocks_share_a_multiproc
 def test_capped_logits_have_as_many_keys_at_a_time_as_the_table_says(caps, capped_tile_n, keys):
     row, kind = TILES[128, 128], Kind(caps=caps, sinks=False)
     portable, hopper = (replace(tiles, tile_n=64, capped_tile_n=capped_tile_n)
-                        for tiles in (row.forward[0], row.forward_sm90))  # fmt: skip
+                        for tiles in (row.forward[0], row.forward_sm90))
     made = (row.thd_attn_fwd("float16", "float16", portable, kind),
             replace(row, forward_sm90=hopper).thd_attn_fwd_sm90("float16", "float16", kind))
     assert all(f", 128, 128, {keys}, " in kernel.name for kernel in made)
