@@ -109,7 +109,7 @@ def ranks() -> thdattn.comm.Comm:
         return thdattn.comm.init()
     gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.distributed.init_process_group("nccl" if gpus else "gloo")
     return thdattn.comm.from_torch()
 

@@ -78,8 +78,7 @@ def test_speeds_are_per_rank_and_host_times_have_none(bench_cp):
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("arguments", [[], ["--as-rank-of", "8"]])
 def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp_path, arguments, transport):
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs 2 GPUs")
+    launch.need_gpus(cupy, 2)
     path = tmp_path / "cp.csv"
     program = Path(tables.__file__).with_name("bench_cp.py")
     command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), "--transport", transport, *arguments]

@@ -85,10 +85,3 @@ def refused(monkeypatch: pytest.MonkeyPatch, ranks: int, *words: object) -> list
         patch.setattr(train.Trainer, "step", None)
         thdattn.comm.run_local(ranks, program, timeout=60)
     return failures
-
-
-def gpus(cupy: Any, wanted: int) -> None:
-    """Skip the test on a machine with fewer GPUs."""
-    found = cupy.cuda.runtime.getDeviceCount()
-    if found < wanted:
-        pytest.skip(f"needs {wanted} GPUs, found {found}")

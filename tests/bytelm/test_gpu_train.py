@@ -8,7 +8,8 @@ from functools import cache
 import checkpoint
 import numpy as np
 import pytest
-from programs import MISBEHAVE, SAMPLE, TRAIN, gpus, lines_of, losses, options, start, validations
+from launch import need_gpus
+from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, losses, options, start, validations
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +75,7 @@ def test_gpus_train_as_one_rank_on_the_cpu_does(cupy, tmp_path, on_the_cpu, rank
 
     Metrics are finite, and MFU is a share.
     """
-    gpus(cupy, ranks)
+    need_gpus(cupy, ranks)
     words = {"size": "tiny", "accumulate": 1} | FEW | words
     process = run(ranks, "cuda", tmp_path, **words)
     graphs = words.get("cuda_graph_impl", "none") != "none"
@@ -127,7 +128,7 @@ def one_gpu(cupy, tmp_path_factory):
     (4, {"cp_comm_type": "a2a+p2p", "cp_inner": 2}),
 ])
 def test_every_method_trains_as_one_gpu_does(cupy, tmp_path, one_gpu, ranks, words):
-    gpus(cupy, ranks)
+    need_gpus(cupy, ranks)
     found, said = losses_of_many_heads(ranks, tmp_path / "run.jsonl", **words)
     assert f"share a micro-batch by {words.get('cp_comm_type', 'all_gather')}" in said and "cannot capture" not in said
     rule = "contiguous" if words.get("sharding") == "balanced" or words.get("cp_comm_type") == "a2a" else "dual_chunk"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import runs
 from held import held
-from launch import run_ranks
-from programs import MISBEHAVE, gpus, options, start
+from launch import need_gpus, run_ranks
+from programs import MISBEHAVE, options, start
 from runs import EVERY_WAY, TINY, way_id, ways_of
 from sizes import SIZES
 
@@ -107,7 +107,7 @@ def test_the_memory_of_graphs_is_counted_until_they_are_closed(cupy, comm, dual)
 ])
 def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_size, keep_keys, method, size):
     """Two GPUs are one group that shares each micro-batch, or two groups that have one each."""
-    gpus(cupy, 2)
+    need_gpus(cupy, 2)
     process = run_ranks(2, RANKS, str(documents), str(cp_size), str(int(keep_keys)), method, size, timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.count("bitwise the same") == len(ways_of(SIZES[size]))
@@ -116,7 +116,7 @@ def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_s
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_an_error_of_one_rank_ends_a_run_with_graphs(cupy, documents, tmp_path, ranks, impl):
-    gpus(cupy, ranks)
+    need_gpus(cupy, ranks)
     words = options(data=documents, steps=10_000, val_bytes=2000, cuda_graph_impl=impl)
     process = start(ranks, MISBEHAVE, "fail", ranks - 1, 20, *words, timeout=120)
     assert process.returncode != 0 and "an accident, on purpose" in process.stderr, process.stdout + process.stderr
@@ -126,7 +126,7 @@ def test_an_error_of_one_rank_ends_a_run_with_graphs(cupy, documents, tmp_path, 
 @pytest.mark.parametrize(("impl", "step"), [("none", 20), ("local", 20), ("full_iteration", 2)])
 def test_sigterm_ends_a_run_amid_a_step(cupy, documents, tmp_path, ranks, impl, step):
     """The second of four micro-batches per group is the last; a step that is one graph ends before its capture."""
-    gpus(cupy, ranks)
+    need_gpus(cupy, ranks)
     words = options(data=documents, steps=10_000, val_bytes=2000, accumulate=4, checkpoint=tmp_path,
                     cuda_graph_impl=impl)
     process = start(ranks, MISBEHAVE, "amid", ranks - 1, step, *words, timeout=120)

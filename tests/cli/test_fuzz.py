@@ -13,7 +13,7 @@ from itertools import islice
 import ml_dtypes
 import numpy as np
 import pytest
-from launch import mpiexec, run
+from launch import mpiexec, need_gpus, run
 
 from thdattn import fuzz
 from thdattn.__main__ import main
@@ -326,8 +326,7 @@ def test_lines_that_are_no_round_are_refused(line, capsys):
 @pytest.fixture
 def two_gpus(cupy):
     """Skips the test where there are fewer."""
-    if (found := cupy.cuda.runtime.getDeviceCount()) < 2:
-        pytest.skip(f"needs 2 GPUs, found {found}")
+    need_gpus(cupy, 2)
 
 
 @pytest.mark.gpu

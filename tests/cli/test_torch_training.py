@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from launch import SOURCE, run, run_ranks, run_torchrun
+from launch import SOURCE, need_gpus, run, run_ranks, run_torchrun
 from test_training_loops import printed
 
 import thdattn
@@ -99,7 +99,8 @@ def test_groups_that_do_not_divide_the_ranks_are_refused():
 
 @pytest.mark.gpu
 def test_two_gpus_print_the_losses_once(cupy, truth):
-    if not torch.cuda.is_available() or cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs torch with CUDA, and 2 GPUs")
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    need_gpus(cupy, 2)
     for start in (run_ranks, run_torchrun):
         same(printed(start(2, EXAMPLE, "1", timeout=240)), truth(2), atol=5e-3)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import SOURCE, run, run_ranks
+from launch import SOURCE, need_gpus, run, run_ranks
 
 import thdattn
 from thdattn import oracle
@@ -116,6 +116,5 @@ def test_losses_with_graphs_are_those_of_float64(cupy, poisoned_gpu, truth, monk
 @pytest.mark.gpu
 @both
 def test_two_gpus_print_the_losses_once(cupy, truth, example):
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs 2 GPUs")
+    need_gpus(cupy, 2)
     np.testing.assert_allclose(printed(run_ranks(2, Path(example.__file__), timeout=240)), truth, rtol=PRINTED)

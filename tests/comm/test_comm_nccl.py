@@ -96,6 +96,7 @@ def start(monkeypatch):
     monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
     monkeypatch.setattr(mpi, "find_ranks", lambda world, watched: None)
     monkeypatch.setenv("THDATTN_HOST", "node7")
+    monkeypatch.delenv(nccl.SHARE, raising=False)
 
     def join(simulated, gpus, stand_in):
         mine.cupy, mine.nccl = make_cupy(gpus), stand_in
@@ -139,6 +140,20 @@ def test_every_rank_takes_the_gpu_of_its_number_and_the_id_of_rank_0(start):
 
 def test_ranks_that_see_one_gpu_each_take_it(start):
     assert start([[b"\x0a"], [b"\x0b"]], lambda comm: comm._gpu) == [0, 0]
+
+
+def test_ranks_share_gpus_where_nccl_is_told_to_let_them(start, monkeypatch):
+    monkeypatch.setenv(nccl.SHARE, "1")
+    assert start([FOUR_GPUS[:2]] * 4, lambda comm: comm._gpu) == [0, 1, 0, 1]
+    monkeypatch.setenv(nccl.SHARE, "0")
+    (refusal, *_) = start.refusals([FOUR_GPUS[:1]] * 2)
+    assert refusal.startswith("ranks 0 and 1 have the same GPU")
+
+
+def test_ranks_of_which_one_was_not_told_so_are_refused():
+    answers = [(True, nccl.Gpu(0, "node7", "0000:0b:00.0", "aa", shareable)) for shareable in (True, False)]
+    with pytest.raises(RuntimeError, match=f"ranks 0 and 1 have the same GPU.*set {nccl.SHARE}=1 on all ranks"):
+        nccl.choose(answers)
 
 
 def test_equal_gpus_of_two_nodes_are_two():

@@ -10,7 +10,7 @@ from contextlib import suppress
 import launch
 import pytest
 from faults import HOST, PROGRAM, Job, missed, said, until
-from launch import run_ranks
+from launch import need_gpus, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -22,8 +22,7 @@ PLACES = pytest.mark.parametrize("place", ["forward", "backward", "heads", "exch
 @pytest.fixture(scope="module", autouse=True)
 def _two_gpus_and_their_kernels(cupy):
     """Compiles what the programs call, which may take one rank longer than the other waits."""
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs 2 GPUs")
+    need_gpus(cupy, 2)
     for place in ("nowhere", "heads", "replay"):
         run = run_ranks(2, PROGRAM, "nothing", place, "nccl", "200", timeout=240)
         assert run.returncode == 0 and run.stdout == "" and run.stderr.count("ends well") == 2, run.stderr
@@ -32,8 +31,7 @@ def _two_gpus_and_their_kernels(cupy):
 @pytest.fixture(params=[2, 4])
 def ranks(request, cupy):
     """How many there are, each with a GPU."""
-    if (found := cupy.cuda.runtime.getDeviceCount()) < request.param:
-        pytest.skip(f"needs {request.param} GPUs, found {found}")
+    need_gpus(cupy, request.param)
     return request.param
 
 

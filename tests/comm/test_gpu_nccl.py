@@ -11,6 +11,7 @@ from ranks.comm_contract import check_contract
 
 import thdattn.comm
 from thdattn.cli import info
+from thdattn.comm.nccl import SHARE
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +41,7 @@ def test_groups_of_nccl_ranks_keep_the_contract(cupy, n):
 
 def test_two_ranks_on_one_gpu_are_refused(cupy, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv(SHARE, raising=False)
     run = run_ranks(2, CONTRACT, "contract", "nccl", "2", timeout=120)
     assert run.returncode != 0
     assert "ranks 0 and 1 have the same GPU" in run.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from launch import RANKS, run_ranks
+from launch import RANKS, need_gpus, run_ranks
 
 import thdattn
 from thdattn import timeline
@@ -98,8 +98,7 @@ def test_a_recording_cannot_begin_in_a_capture(cupy):
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 def test_two_gpus_show_what_hides(cupy, tmp_path, transport):
     pytest.importorskip("matplotlib")
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs 2 GPUs")
+    need_gpus(cupy, 2)
     run = run_ranks(2, RANKS / "timeline_ranks.py", transport, str(tmp_path / "step.svg"), timeout=240)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count(f"recorded on {transport}: 2 ranks, ") == 2

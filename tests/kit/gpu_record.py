@@ -6,6 +6,7 @@ replaces the one before, and the first run on other sources, or another driver, 
 
 from __future__ import annotations
 
+import os
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -60,7 +61,7 @@ def _reason(report: Any) -> str:
 def save(path: Path, machine: dict[str, Any], made: dict[str, Any]) -> None:
     """Adds a run to the entry of its machine; runs on other GPUs may end at the same time."""
     with records(path) as found:
-        name = f"{machine['num_gpus']}x {machine['gpu']}"
+        name = f"{machine['num_gpus']}x {machine['gpu']}{', shared by ranks' if machine.get('shared') else ''}"
         entry = found.get(name, {})
         same = all(entry.get(key) == machine[key] for key in machine)
         runs = [run for run in entry.get("runs", []) if same and run["command"] != made["command"]]
@@ -75,6 +76,7 @@ def machine() -> dict[str, Any] | None:
         if not cupy.is_available():
             return None
         from thdattn.cli import info
+        from thdattn.comm.nccl import SHARE
         from thdattn.jit import compiler
     except Exception:  # CuPy without a driver raises more than ImportError
         return None
@@ -82,6 +84,7 @@ def machine() -> dict[str, Any] | None:
     return {
         "gpu": runtime.getDeviceProperties(0)["name"].decode(),
         "num_gpus": runtime.getDeviceCount(),
+        "shared": os.environ.get(SHARE) == "1",
         "driver": info.driver_version(),
         "cuda_runtime": runtime.runtimeGetVersion(),
         "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),

@@ -1,5 +1,7 @@
 """NCCL ranks: GPU arrays through CuPy's NCCL, one process and one GPU per rank, found through MPI.
 
+NCCL 2.31 lets ranks share a GPU, for trying programs, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
+
 Keys, values and their gradients go through peer memory (peer/transport.py) where every rank can have that. Elsewhere a
 second communicator of NCCL carries them beside kernels (side/transport.py).
 
@@ -36,15 +38,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("thdattn")
 
 _INSTALL = f"{remedy('cuda13')} (or [cuda12], after the driver's CUDA version)"
+SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable
 
 
 class Gpu(NamedTuple):
-    """GPU of one rank: its number in this process, and what distinguishes it from every other GPU."""
+    """GPU of one rank: its number here, what distinguishes it from other GPUs, and whether ranks may share it."""
 
     device: int
     hostname: str
     pci_bus_id: str
     uuid: str
+    shareable: bool = False
 
 
 class NcclComm(Comm):
@@ -294,7 +298,7 @@ def survey(world: Any, timeout: float) -> list[Outcome]:
 
 
 def choose(answers: Sequence[Outcome]) -> list[Gpu]:
-    """Return every rank's GPU, if each rank has one to itself.
+    """Return every rank's GPU, if each rank has one to itself or all ranks allow to share them.
 
     Args:
         answers: what survey() returned; equal on all ranks, so all ranks return or all raise.
@@ -303,6 +307,8 @@ def choose(answers: Sequence[Outcome]) -> list[Gpu]:
         RuntimeError: a rank has no usable GPU, or two ranks have the same one.
     """
     gpus: list[Gpu] = results("no usable GPU", answers)
+    if all(gpu.shareable for gpu in gpus):
+        return gpus
     owner: dict[tuple[str, str, str], int] = {}
     for rank, gpu in enumerate(gpus):
         # Slices of one GPU differ in uuid only; but CuPy may cut a uuid at a 0 byte, so that two nodes show the same.
@@ -310,8 +316,8 @@ def choose(answers: Sequence[Outcome]) -> list[Gpu]:
         if first != rank:
             raise RuntimeError(
                 f"ranks {first} and {rank} have the same GPU, PCI bus id {gpu.pci_bus_id} on {gpu.hostname}, which "
-                f"NCCL does not support; start at most one rank per GPU, each with another CUDA_VISIBLE_DEVICES or "
-                f"all with the same list of GPUs"
+                f"NCCL refuses; start at most one rank per GPU, each with another CUDA_VISIBLE_DEVICES or all with the "
+                f"same list of GPUs; or, to try a program slowly, set {SHARE}=1 on all ranks (NCCL 2.31 or newer)"
             )
     return gpus
 
@@ -344,18 +350,22 @@ def load_cupy() -> Any:
 
 
 def _find_gpu(local_rank: int) -> Gpu:
-    """Return this rank's GPU: the only one that it sees, else the one whose number is its rank on this machine."""
+    """Return this rank's GPU: the only one that it sees, else the one whose number is its rank on this machine.
+
+    Where ranks may share GPUs, they take them in turn.
+    """
     cupy, _ = load()
     hostname = launcher.hostname()
     count = cupy.cuda.runtime.getDeviceCount()
-    device = 0 if count == 1 else local_rank
+    shareable = os.environ.get(SHARE) == "1"
+    device = local_rank % max(1, count) if shareable or count == 1 else local_rank
     if device >= count:
         raise RuntimeError(
             f"rank number {local_rank} of {hostname} sees {count} GPUs; start at most {count} ranks there, or give "
             f"each rank one GPU of its own in CUDA_VISIBLE_DEVICES"
         )
     uuid = bytes(cupy.cuda.runtime.getDeviceProperties(device)["uuid"]).hex()
-    return Gpu(device, hostname, cupy.cuda.Device(device).pci_bus_id, uuid)
+    return Gpu(device, hostname, cupy.cuda.Device(device).pci_bus_id, uuid, shareable)
 
 
 def _agreed(world: Any, failure: str, action: Callable[[], Any], waiting: Waiting = nullcontext) -> Any:

@@ -183,7 +183,7 @@ def join(backend: str, size: int, transport: str = "auto") -> thdattn.comm.Comm:
         import torch
 
         if backend == "torch-nccl":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.distributed.init_process_group(backend.removeprefix("torch-"))
         atexit.register(torch.distributed.destroy_process_group)
         comm = thdattn.comm.from_torch()

@@ -19,7 +19,7 @@ import thdattn.comm
 
 def main(kind: str, backend: str, timeout: str) -> None:
     if backend == "nccl":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=float(timeout)))
     comm = thdattn.comm.from_torch()
     if backend == "nccl":
