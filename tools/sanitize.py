@@ -91,10 +91,10 @@ class Outcome(NamedTuple):
 
 
 def programs() -> list[Program]:
-    """Return all programs: one for each family and head dim, the mixer's, and tests."""
+    """Return all programs: one for each family and head dim, those of trees and of the mixer, and tests."""
     here = [sys.executable, str(Path(__file__).resolve()), "--inside"]
     groups = [*(f"{family} {head_dim} {v_head_dim}" for family in FAMILIES for head_dim, v_head_dim in TILES),
-              *(f"{family} mixer" for family in FAMILIES)]
+              *(f"{family} {what}" for what in ("trees", "mixer") for family in FAMILIES)]
     pytest = f"exec {sys.executable} -m pytest -q -x -m gpu -p no:cacheprovider -p sanitize"
     tests = [Program(name, ("bash", "-c", f"{pytest} {words}")) for name, words in TESTS.items()]
     return [*(Program(group, (*here, group)) for group in groups), *tests]
@@ -107,6 +107,15 @@ def cases_of(group: str, few: bool = False) -> Iterator[FuzzCase]:
             for ranks in (1,) if few else (1, 2):
                 yield FuzzCase("mixer", ranks, sharding="contiguous", lengths=(70, 0, 140), padded=(71, 3, 140),
                                dtype=dtype, mixer=mixer)
+        return
+    if group.endswith("trees"):
+        for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+            tree = FuzzCase(lengths=(129, 70, 200, 1, 64), parents=(-1, 0, 0, 2, -1), multiple=2, slack=12,
+                            heads=(4, 2), dims=dims)
+            yield tree
+            if not few:
+                yield replace(tree, deterministic=True, softcap=30.0, dtype="float16")
+                yield replace(tree, ranks=2, sharding="balanced", sinks=True)
         return
     _, head_dim, v_head_dim = group.split()
     usual = FuzzCase(lengths=(70, 0, 129, 1), padded=(72, 0, 132, 4), slack=12, heads=(4, 2),

@@ -84,17 +84,17 @@ def test_explained_reports_are_of_kernels_that_exist():
 
 
 def test_racecheck_takes_fewer_cases():
-    for group in ("hopper 64 64", "portable mixer"):
+    for group in ("hopper 64 64", "portable trees", "portable mixer"):
         assert 0 < len(list(sanitize.cases_of(group, few=True))) < len(list(sanitize.cases_of(group)))
 
 
 def test_every_head_dim_and_family_has_a_program():
     names = {program.name for program in sanitize.programs()}
     assert names >= {f"{family} {head} {v_head}" for family in sanitize.FAMILIES for head, v_head in TILES}
-    assert names >= {"hopper mixer", "portable mixer", *sanitize.TESTS}
+    assert names >= {"hopper trees", "portable trees", "hopper mixer", "portable mixer", *sanitize.TESTS}
 
 
-@pytest.mark.parametrize("group", ["hopper 64 64", "portable mixer"])
+@pytest.mark.parametrize("group", ["hopper 64 64", "portable trees", "portable mixer"])
 def test_cases_run_and_are_right(group):
     for case in sanitize.cases_of(group):
         slim = replace(case, dims=(8, 8)) if not case.mixer else replace(case, mixer=(2, 8, 4, 1, case.mixer[4]))
