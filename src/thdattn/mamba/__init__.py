@@ -9,9 +9,6 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from thdattn.engines import Array, Engine
 
 if TYPE_CHECKING:
@@ -80,8 +77,6 @@ class MixerEngine(Protocol):
     def mixer_add_halos(self, halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None: ...
 
     # Prefix trees.
-    def mixer_starts(self, before: NDArray[np.int64]) -> NDArray[Any]: ...
-
     def mixer_fold_trees(self, states: Array, decays: Array, starts: Array, reverse: bool = False) -> None: ...
 
     def mixer_clear_dt(self, zxbcdt: Array, rows: Array, shape: MixerShape) -> None: ...

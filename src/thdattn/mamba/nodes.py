@@ -155,27 +155,19 @@ class Crossings(NamedTuple):
 
 def crossings(pieces: Pieces, rank: int) -> Crossings:
     """Return what the states of this rank pass through."""
-    crossing = pieces.crossing
-    entries = np.unique(np.stack([pieces.before[crossing], pieces.ranks[crossing]]), axis=1)
-    exits = np.unique(entries[0])
-    # In the order of a tree: each exit, the entries that follow it, and then later exits.
-    piece = np.concatenate([exits, entries[0]])
-    is_entry = np.repeat([False, True], [len(exits), entries.shape[1]])
-    owner = np.concatenate([pieces.ranks[exits], entries[1]])
-    order = np.lexsort((owner, is_entry, piece))
-    piece, is_entry, owner = piece[order], is_entry[order], owner[order]
-    node_of = dict(zip(piece[~is_entry].tolist(), np.flatnonzero(~is_entry).tolist(), strict=True))
-    before = [node_of.get(of if entry else _entered(pieces, of), -1)
-              for of, entry in zip(piece.tolist(), is_entry.tolist(), strict=True)]
-    kinds = [np.flatnonzero(is_entry == kind) for kind in (False, True)]
-    slots = max(int(np.bincount(owner[kind]).max(initial=0)) for kind in kinds)
-    of_kinds = []
-    for kind in kinds:
-        slot = np.full(len(piece), -1)
-        slot[kind] = slots * owner[kind] + ordinals(owner[kind])
-        of_kinds.append(slot)
-    mine = (kind[owner[kind] == rank] for kind in kinds)
-    return Crossings(slots, np.array(before, np.int64), *of_kinds, *mine)
+    left, entered = pieces.before[pieces.crossing], pieces.ranks[pieces.crossing]
+    # In the order of a tree: each exit, whose reader is -1, the entries that follow it, and then later exits.
+    piece, reader = np.unique(np.stack([np.tile(left, 2), np.append(np.full_like(left, -1), entered)]), axis=1)
+    is_exit = reader < 0
+    owner, exits = np.where(is_exit, pieces.ranks[piece], reader), np.flatnonzero(is_exit)
+    number = ordinals(2 * owner + is_exit)
+    slots = int(number.max(initial=-1)) + 1
+    slot = slots * owner + number
+    node_of = dict(zip(piece[exits].tolist(), exits.tolist(), strict=True)) | {-1: -1}
+    before = exits[np.cumsum(is_exit) - 1]
+    before[exits] = [node_of[_entered(pieces, exit)] for exit in piece[exits].tolist()]
+    return Crossings(slots, before, np.where(is_exit, slot, -1), np.where(is_exit, -1, slot),
+                     *(np.flatnonzero((owner == rank) & (is_exit == kind)) for kind in (True, False)))
 
 
 def _entered(pieces: Pieces, piece: int) -> int:

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thdattn.engines import Array
 from thdattn.mamba import context_parallel
@@ -47,13 +46,18 @@ class _Nodes(NamedTuple):
     """The pack of this rank with whole segments. Tables are int32 arrays of the engine.
 
     plan: its plan, of one rank.
+    outline: the same in numbers on the host.
     sources: (its rows,), the row of this rank that each holds; -1: a filler, or a row of another rank.
     tokens: as sources, but -1 for copies too.
     places: (local_rows,), where each token goes; -1: padding.
     others: the rows that hold no token.
     copies: rows of this rank that have copies here.
-    starts: of its segments, from mixer_starts.
-    shared: what several ranks need besides; None for one.
+    starts: of its segments, see _starts.
+    sent: (slots,), rows that this rank sends; -1: none.
+    received: the slot in the gathered rows of each copy of a row of another rank.
+    returned: (copy_slots,), where these copies are; -1: none.
+    foreign_copies: rows of this rank that have copies on others, among the gathered gradients of copies.
+    crossing_starts: of all exits and entries.
     """
 
     plan: Plan
@@ -64,26 +68,11 @@ class _Nodes(NamedTuple):
     others: Array
     copies: Copies
     starts: Array
-    shared: _Shared | None
-
-
-class _Shared(NamedTuple):
-    """Tables of several ranks, int32 arrays of the engine.
-
-    rows: (slots,), rows that this rank sends; -1: none.
-    received: the slot in the gathered rows of each copy of a row of another rank.
-    into: where these copies are.
-    returned: (copy_slots,), as into; -1: none.
-    copies: rows of this rank that have copies on others, among the gathered gradients of copies.
-    starts: of all exits and entries, from mixer_starts.
-    """
-
-    rows: Array
+    sent: Array
     received: Array
-    into: Array
     returned: Array
-    copies: Copies
-    starts: Array
+    foreign_copies: Copies
+    crossing_starts: Array
 
 
 def forward(layer: Layer, plan: Plan, zxbcdt: Array, weights: Mamba2Weights) -> tuple[Any, Kept]:
@@ -111,12 +100,12 @@ def backward(
     dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype)
     _move(plan, gradients, nodes.places, dzxbcdt)
     layer.engine.mixer_add_copies(gradients, nodes.copies, layer.shape, dzxbcdt)
-    if nodes.shared and nodes.outline.sent.copy_slots:
+    if nodes.outline.sent.copy_slots:
         send = plan.workspace.array(_sent_gradients(layer.shape, nodes.outline))
-        _move(plan, gradients, nodes.shared.returned, send)
+        _move(plan, gradients, nodes.returned, send)
         of_copies, wait = gather(layer.comm, plan, "gradients of rows", send)
         wait()
-        layer.engine.mixer_add_copies(of_copies, nodes.shared.copies, layer.shape, dzxbcdt)
+        layer.engine.mixer_add_copies(of_copies, nodes.foreign_copies, layer.shape, dzxbcdt)
     return dzxbcdt, dweights
 
 
@@ -203,18 +192,26 @@ def _nodes(layer: Layer, plan: Plan) -> _Nodes:
 
 
 def _make(layer: Layer, plan: Plan) -> _Nodes:
-    outline, engine = _outline(layer, plan), layer.engine
-    made = outline.layout
-    num_rows = made.batch.total_rows
-    tokens, places = _table(num_rows, made.places, made.rows), _table(plan.local_rows, made.rows, made.places)
+    outline, most = _outline(layer, plan), layer.engine.mixer_segment_rows
+    (batch, rows, places, copies, received, _, _), sent = outline.layout, outline.sent
+    tokens = _table(batch.total_rows, places, rows)
     sources = tokens.copy()
-    sources[made.copies[1]] = made.copies[0]
-    others = np.flatnonzero(tokens < 0).astype(np.int32)
-    upload = partial(_uploaded, plan)
-    starts = upload(engine.mixer_starts(_segments_before(made.batch, engine.mixer_segment_rows)))
-    shared = _share(layer, plan, outline) if plan.cp_size > 1 else None
-    return _Nodes(with_arrays(_plan(plan, made.batch)), outline, upload(sources), upload(tokens), upload(places),
-                  upload(others), _copies(plan, made.copies), starts, shared)
+    sources[copies[1]] = copies[0]
+    tables = {
+        "sources": sources,
+        "tokens": tokens,
+        "places": _table(plan.local_rows, rows, places),
+        "others": np.flatnonzero(tokens < 0),
+        "copies": _copies(copies),
+        "starts": _starts(_segments_before(batch, most)),
+        "sent": _table(sent.slots, np.arange(len(sent.rows)), sent.rows),
+        "received": sent.sources,
+        "returned": _table(sent.copy_slots, np.arange(len(received[1])), received[1]),
+        "foreign_copies": _copies(sent.copies),
+        "crossing_starts": _starts(outline.crossings.before),
+    }
+    arrays = {name: _uploaded(plan, table) for name, table in tables.items()}
+    return _Nodes(with_arrays(_plan(plan, batch)), outline, **arrays)
 
 
 def _segments_before(batch: PackedBatch, most: int) -> Ints:
@@ -227,33 +224,35 @@ def _segments_before(batch: PackedBatch, most: int) -> Ints:
     return before
 
 
-def _share(layer: Layer, plan: Plan, outline: _Outline) -> _Shared:
-    of_rows, into = outline.sent, outline.layout.received[1]
-    rows = _table(of_rows.slots, np.arange(len(of_rows.rows)), of_rows.rows)
-    returned = _table(of_rows.copy_slots, np.arange(len(into)), into)
-    upload = partial(_uploaded, plan)
-    return _Shared(upload(rows), upload(of_rows.sources.astype(np.int32)), upload(into.astype(np.int32)),
-                   upload(returned), _copies(plan, of_rows.copies),
-                   upload(layer.engine.mixer_starts(outline.crossings.before)))
+def _starts(before: Ints) -> Ints:
+    """Return where each segment of trees gets its state from, for mixer_fold_trees: (segments, 2), see there.
+
+    Args:
+        before: the segment before each on its path; -1: there is none. Segments are in the order of trees, depth first.
+    """
+    own = np.arange(len(before))
+    first = np.where(before == own - 1, own, np.where(before < 0, -1, before + 1))
+    return np.stack([first, np.isin(own, first[first != own])], axis=1)
 
 
-def _table(length: int, index: Ints, values: Ints) -> NDArray[np.int32]:
+def _table(length: int, index: Ints, values: Ints) -> Ints:
     """Return a table that has values at some indices, and -1 elsewhere."""
-    made = np.full(length, -1, np.int32)
+    made = np.full(length, -1)
     made[index] = values
     return made
 
 
-def _uploaded(plan: Plan, table: NDArray[Any]) -> Any:
-    """Return a table of the host as an array of the plan's engine."""
-    return np.asarray(table, like=plan.rows)  # of CuPy arrays this is cupy.asarray
-
-
-def _copies(plan: Plan, copies: Ints) -> Copies:
+def _copies(copies: Ints) -> Copies:
     """Return Copies of (2, number): rows, and the place of a copy of each."""
     rows, counts = np.unique(copies[0], return_counts=True)
-    made = rows, np.append(0, np.cumsum(counts)), copies[1][np.argsort(copies[0], kind="stable")]
-    return Copies(*(_uploaded(plan, x.astype(np.int32)) for x in made))
+    return Copies(rows, np.append(0, np.cumsum(counts)), copies[1][np.argsort(copies[0], kind="stable")])
+
+
+def _uploaded(plan: Plan, table: Any) -> Any:
+    """Return a table of the host, or Copies, as int32 arrays of the plan's engine."""
+    if isinstance(table, Copies):
+        return Copies(*(_uploaded(plan, x) for x in table))
+    return np.asarray(table.astype(np.int32), like=plan.rows)  # of CuPy arrays this is cupy.asarray
 
 
 # ----------------------------------------------------------------------------------------------------- rows
@@ -264,12 +263,12 @@ def _receive(layer: Layer, plan: Plan, nodes: _Nodes, zxbcdt: Array) -> Any:
     outline, shape = nodes.outline, layer.shape
     of_others = _received(shape, outline)
     received = plan.engine.empty(of_others.shape, of_others.dtype)
-    if nodes.shared and outline.sent.slots:
+    if outline.sent.slots:
         send = plan.workspace.array(_sent_rows(shape, outline))
-        _move(plan, zxbcdt, nodes.shared.rows, send)
+        _move(plan, zxbcdt, nodes.sent, send)
         rows, wait = gather(layer.comm, plan, "rows", send)
         wait()
-        _move(plan, rows, nodes.shared.received, received)
+        _move(plan, rows, nodes.received, received)
     return received
 
 
@@ -278,8 +277,8 @@ def _filled(
 ) -> Inputs:
     """Move rows to the pack with whole segments, the array `rows`; rows that hold no token change no state."""
     _move(nodes.plan, zxbcdt, nodes.sources, rows)
-    if nodes.shared:
-        nodes.plan.engine.place_rows([received[:, None]], nodes.shared.into, nodes.plan, [rows[:, None]])
+    if len(received):
+        nodes.plan.engine.place_rows([received[:, None]], nodes.returned[: len(received)], nodes.plan, [rows[:, None]])
     layer.engine.mixer_clear_dt(rows, nodes.others, layer.shape)
     return Inputs(rows, weights, nodes.plan, layer.shape, layer.engine.mixer_tail(rows, nodes.plan, layer.shape))
 
@@ -297,7 +296,7 @@ def _pass_states(
     reverse: bool = False,
 ) -> None:
     """Turn what segments add to states into the states in front of them, through all ranks, and scan all segments."""
-    if nodes.shared and nodes.outline.crossings.slots:
+    if nodes.outline.crossings.slots:
         _exchange(layer, plan, nodes, states, decays, reverse)
     layer.engine.mixer_fold_trees(states, decays, nodes.starts, reverse)
     scan(slice(len(states)))
@@ -306,8 +305,7 @@ def _pass_states(
 def _exchange(layer: Layer, plan: Plan, nodes: _Nodes, states: Array, decays: Array, reverse: bool) -> None:
     """Let entries add the states of other ranks; reverse: exits the gradients from other ranks."""
     engine, comm, shape, _ = layer
-    here, all_ranks, shared = nodes.outline.layout, nodes.outline.crossings, nodes.shared
-    assert shared is not None
+    here, all_ranks = nodes.outline.layout, nodes.outline.crossings
     array = plan.workspace.array
     alone, path, of_exits, decays_of_exits = map(array, _state_buffers(layer, nodes.outline))
     alone[...] = states
@@ -323,7 +321,7 @@ def _exchange(layer: Layer, plan: Plan, nodes: _Nodes, states: Array, decays: Ar
     wait()
     _pick(gathered[:, :numbers], all_ranks.of_entries if reverse else all_ranks.of_exits, _flat(of_exits))
     _pick(gathered[:, numbers::4], all_ranks.of_exits, decays_of_exits)
-    engine.mixer_fold_trees(of_exits, decays_of_exits, shared.starts, reverse)
+    engine.mixer_fold_trees(of_exits, decays_of_exits, nodes.crossing_starts, reverse)
     into, mine = (here.exits, all_ranks.exits) if reverse else (here.entries, all_ranks.entries)
     for segment, node in zip(into.tolist(), mine.tolist(), strict=True):
         states[segment] = of_exits[node]

@@ -28,4 +28,4 @@ from thdattn.mamba.cuda.forward import (
     mixer_tail,
 )
 from thdattn.mamba.cuda.norm import mixer_norm
-from thdattn.mamba.cuda.trees import mixer_add_copies, mixer_clear_dt, mixer_starts
+from thdattn.mamba.cuda.trees import mixer_add_copies, mixer_clear_dt

@@ -1,4 +1,4 @@
-"""Launchers for prefix trees in the Mamba-2 mixer: rows that hold no token, copies, and states in front of segments.
+"""Launchers for rows of prefix trees in the Mamba-2 mixer: those that hold no token, and copies.
 
 Arguments are those of thdattn.mamba.reference.
 """
@@ -6,7 +6,6 @@ Arguments are those of thdattn.mamba.reference.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thdattn.engines.cuda.launch import Array
 from thdattn.jit import compiler
@@ -27,10 +26,3 @@ def mixer_add_copies(gradients: Array, copies: Copies, shape: MixerShape, dzxbcd
     ints = map(np.int32, (shape.columns, shape.d_inner, shape.channels))
     compiler.kernel(*instance("thd_mixer_add_copies", shape.dtype.name))(
         grid, 128, (gradients, dzxbcdt, *copies, *ints))
-
-
-def mixer_starts(before: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return a struct Start of kernels/mamba/trees.cu per segment, (segments, 2); see reference.mixer_starts."""
-    own = np.arange(len(before))
-    first = np.where(before == own - 1, own, np.where(before < 0, -1, before + 1))
-    return np.stack([first, np.isin(own, first[first != own])], axis=1).astype(np.int32)

@@ -26,6 +26,6 @@ from thdattn.mamba.reference.ssd import (
     mixer_start,
     mixer_states,
 )
-from thdattn.mamba.reference.trees import mixer_add_copies, mixer_clear_dt, mixer_starts
+from thdattn.mamba.reference.trees import mixer_add_copies, mixer_clear_dt
 
 MIXER_SIZES: dict[str, range] = {}  # all sizes

@@ -189,18 +189,21 @@ def mixer_fold_trees(states: Array, decays: Array, starts: Array, reverse: bool 
     """Turn what segments of trees add into the states in front of them, in place, as mixer_fold does.
 
     Args:
-        states: (segments, num_heads, ...).
-        starts: from mixer_starts.
+        states: (segments, num_heads, ...), in the order of trees, depth first.
+        starts: (segments, 2) int32. First the segment that has the same state in front and comes first: itself, if it
+            goes on from the segment in front of it in memory; -1: it starts from 0. Then 1 if a later one names it.
     """
-    own = states.copy()
-    if reverse:
-        states[...] = 0
-        for segment in reversed(range(len(states))):
-            if starts[segment] >= 0:
-                states[starts[segment]] += _times(decays[segment], states[segment]) + own[segment]
-    else:
-        for segment, front in enumerate(starts.tolist()):
-            states[segment] = _times(decays[front], states[front]) + own[front] if front >= 0 else 0
+    zero = state = np.zeros(states.shape[1:], states.dtype)
+    for segment in reversed(range(len(states))) if reverse else range(len(states)):
+        own, first = states[segment].copy(), starts[segment, 0]
+        if not reverse and first != segment:
+            state = states[first] if first >= 0 else zero
+        states[segment] = state
+        state = _times(decays[segment], state) + own
+        if reverse and first != segment:
+            if first >= 0:
+                states[first] += state
+            state = zero
 
 
 @on_host

@@ -13,15 +13,6 @@ from thdattn.spans import on_host
 Array = NDArray[Any]
 
 
-def mixer_starts(before: NDArray[np.int64]) -> Array:
-    """Return where each segment of trees gets its state from, for mixer_fold_trees, as an array of the host.
-
-    Args:
-        before: the segment before each on its path; -1: there is none. Segments are in the order of trees, depth first.
-    """
-    return before
-
-
 @on_host
 def mixer_clear_dt(zxbcdt: Array, rows: Array, shape: MixerShape) -> None:
     """Set dt of some rows to softplus(-inf) = 0, so that they change no state."""
