@@ -23,7 +23,7 @@
 """
 
 from thdattn import comm, graphs, timeline
-from thdattn.attention import CPAttention
+from thdattn.attention import CPAttention, Saved
 from thdattn.kv_cache import KVCache
 from thdattn.mamba.cache import Mamba2Cache, Mamba2Saved
 from thdattn.mamba.mixer import Mamba2Mixer
@@ -32,7 +32,6 @@ from thdattn.methods.all_gather import GatheredKV
 from thdattn.packing import PackedBatch
 from thdattn.plan.memory import Flops, Memory
 from thdattn.plan.plan import Plan
-from thdattn.saved import Saved
 from thdattn.sharding import Sharding
 from thdattn.varlen import VarlenSaved, varlen_attention, varlen_attention_backward
 

@@ -1,21 +1,34 @@
-"""CPAttention: validate arguments, select an engine and a method, plan batches, and run the method."""
+"""CPAttention: validate arguments, select an engine and a method, plan batches, and run the method; and its Saved."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window, check_kind, check_same
+from thdattn.arguments import (
+    as_array,
+    as_bool,
+    as_count,
+    as_softcap,
+    as_softmax_scale,
+    as_window,
+    check_kind,
+    check_same,
+    found,
+    is_array,
+    shown,
+)
 from thdattn.comm import Comm
-from thdattn.engines import AttentionOptions, BackwardInputs, Engine, ForwardInputs
+from thdattn.engines import Array, AttentionOptions, BackwardInputs, Engine, ForwardInputs
 from thdattn.engines.select import as_engine_dtype, check_head_dims, choose_engine
 from thdattn.kv_cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.methods import all_gather
 from thdattn.methods.all_gather import GatheredKV
-from thdattn.methods.base import MethodOptions
+from thdattn.methods.base import MethodOptions, lse_dtype
 from thdattn.methods.select import MethodSelection, keeps_keys
 from thdattn.packing import PackedBatch, as_like
 from thdattn.plan import build
@@ -23,7 +36,6 @@ from thdattn.plan.handles import give_handle
 from thdattn.plan.mask import visible_pairs
 from thdattn.plan.memory import Flops, Layer, Memory, attention_flops, count_as_free, shortage
 from thdattn.plan.plan import NO_ARRAYS, Plan
-from thdattn.saved import Saved, as_rows, as_sinks, check_keys, check_plan, check_saved
 from thdattn.sharding import Sharding
 
 _SAME_PLAN = "pass every rank the same batch and sharding, and make CPAttention with the same arguments"
@@ -276,12 +288,12 @@ class CPAttention:
                 also a plan whose lengths the GPU has found wrong. Over several ranks out is NaN for such a plan.
         """
         with self.comm.checked("attention forward", self._description, plan):
-            check_plan(plan, self._plans)
+            self._enter(plan)
             return_max_logit = as_bool("return_max_logit", return_max_logit)
             q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
             self._check_gathered(keys, k, v, plan)
             k, v = self._checked_keys(*((k, v) if keys is None else (keys.k, keys.v)), plan)
-            sinks = as_sinks(self._engine, sinks, self.num_heads, self.dtype, self.sinks)
+            sinks = self._checked_sinks(sinks)
         out, lse, max_logit, kept = self._selection.method(plan).forward(
             self._selection.ranks, ForwardInputs(q, k, v, plan, sinks), self._method_options(plan), return_max_logit,
             keys)
@@ -310,7 +322,7 @@ class CPAttention:
             TypeError, ValueError: as forward; also a ValueError for a third unfinished gather.
         """
         with self.comm.checked("attention gather", self._description, plan):
-            check_plan(plan, self._plans)
+            self._enter(plan)
             self._selection.check_gathers("gather was called", plan)
             checked = self._checked_keys(k, v, plan)
         keys = all_gather.gather(self._selection.ranks, plan, *checked, self._groups(plan), given=(k, v))
@@ -364,9 +376,9 @@ class CPAttention:
             remedy = "pass what this attention's forward returned"
             check_same("saved was made with", saved.made_with, self._saves, remedy)
             plan = saved.plan
-            check_plan(plan, self._plans)
+            self._enter(plan)
             dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
-            check_saved(saved, type(dout))
+            saved._check(type(dout))
             keys = None if saved.keys is not None else keys
             self._check_gathered(keys, saved.k, saved.v, plan)
         inputs = BackwardInputs(dout, saved.q, saved.k, saved.v, saved.out, saved.lse, plan)
@@ -411,7 +423,7 @@ class CPAttention:
         q = self._checked("q", q, (rows, self.num_heads, self.head_dim))
         k = self._checked("k", k, (rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (rows, self.num_kv_heads, self.v_head_dim))
-        sinks = as_sinks(self._engine, sinks, self.num_heads, self.dtype, self.sinks)
+        sinks = self._checked_sinks(sinks)
         key_ranges = self._engine.cache_append(k, v, cache)
         out, _ = self._engine.attn_decode(q, key_ranges, cache, self._attention, sinks)
         return out
@@ -429,7 +441,7 @@ class CPAttention:
             TypeError, ValueError: as forward; also a ValueError if the lengths are on a GPU.
         """
         if not isinstance(plan, PackedBatch):
-            check_plan(plan, self._plans)
+            self._enter(plan)
         pairs = visible_pairs(plan, plan, self.window) if isinstance(plan, PackedBatch) else plan.visible_pairs
         return attention_flops(pairs, self.num_heads, (self.head_dim, self.v_head_dim))
 
@@ -439,11 +451,19 @@ class CPAttention:
     def _keeps(self, plan: Plan) -> bool:
         return keeps_keys(plan, self.num_heads, self.num_kv_heads, self.keep_keys)
 
+    def _enter(self, plan: Plan) -> None:
+        """Enter a plan for a call; raise for a plan of another attention, or of lengths that are known to be wrong."""
+        check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
+        check_same("plan was made for", plan.made_for, self._plans, "make it with this attention's plan(batch)")
+        plan.enter_call()
+
     def _check_gathered(self, keys: GatheredKV | None, k: Any, v: Any, plan: Plan) -> None:
         """Raise for gathered keys, unless None, that do not belong to these k, v and plan."""
         if keys is not None:
             self._selection.check_gathers("keys were passed", plan)
-            check_keys(self._engine, keys, k, v, plan)
+            if not isinstance(keys, GatheredKV):
+                raise TypeError(f"keys is {found(keys)}; wanted what gather returned; pass that, or leave it out")
+            keys.check(k, v, plan)
 
     def _method_options(self, plan: Plan) -> MethodOptions:
         """Return this plan's cached method options."""
@@ -455,7 +475,24 @@ class CPAttention:
         return options
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
-        return as_rows(self._engine, name, x, shape, self.dtype)
+        return as_array(
+            self._engine, name, x, shape, self.dtype,
+            " = (local_rows, heads, width); pass this rank's rows (Sharding.shard cuts them out) with the heads that "
+            "CPAttention was made for", "; cast it, or make CPAttention(dtype=...) match",
+        )
+
+    def _checked_sinks(self, sinks: Any) -> Any:
+        """Return the engine's array of the sinks that a user passed, or None for an attention without."""
+        if (sinks is not None) != self.sinks:
+            raise ValueError(
+                f"sinks is {'None' if sinks is None else shown(sinks)}, but the attention was made with sinks="
+                f"{self.sinks}, wanted one with the other; pass (num_heads,) logits to CPAttention(sinks=True), and to "
+                f"no other"
+            )
+        if sinks is None:
+            return None
+        return as_array(self._engine, "sinks", sinks, (self.num_heads,), lse_dtype(self.dtype),
+                        "; pass a logit for every query head", ", as lse; cast it")
 
     def _checked_keys(self, k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:
         both = plan.local_key_rows, self.num_kv_heads
@@ -463,3 +500,72 @@ class CPAttention:
 
     def _description(self, plan: Plan) -> dict[str, Any]:
         return build.description(plan, self._asked)
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
+class Saved:
+    """State that forward saves for backward.
+
+    Attributes:
+        q, k, v, plan: as passed, without a copy: do not write to them before backward.
+        out: (local_rows, num_heads, v_head_dim), as returned.
+        lse: (num_heads, local_rows) float32 (float64 for float64 input), natural log of the softmax sum, which includes
+            the sink; -inf on padding, and for a query that sees no key.
+        max_logit: (num_heads,) float32, the largest scaled and capped logit over the valid rows of all ranks, without
+            sinks; -inf without valid rows, None if not asked for.
+        made_with: heads, head dims, softmax_scale, dtype, deterministic, softcap and sinks, which must equal those of
+            the attention whose backward takes it.
+        keys: the received rows that the method keeps for its backward, such as the keys and values of all ranks by
+            group of heads; None: backward receives them again.
+        sinks: as passed, without a copy; None for an attention without sinks.
+        generation: the Generation of the plan's lengths if these are on a GPU, else None.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    max_logit: Array
+    plan: Plan
+    made_with: dict[str, Any]
+    keys: tuple[Any, ...] | None = None
+    sinks: Array = None
+    generation: Any = None
+
+    def __repr__(self) -> str:
+        arrays = (f"{name} {_kind(getattr(self, name))}" for name in ("q", "k", "v", "out", "lse", "max_logit"))
+        return f"<Saved: {', '.join(arrays)}, {self.plan!r}>"
+
+    def _check(self, kind: Any) -> None:
+        """Raise a ValueError for arrays that forward did not save, and for a plan that was refreshed since.
+
+        It compares attributes alone, as this is on the hot path. A kernel would read out of bounds.
+
+        Args:
+            kind: type of the engine's arrays.
+        """
+        if self.generation is not None:
+            self.generation.check("saved")
+        rows, key_rows, (head_dim, v_head_dim) = self.plan.local_rows, self.plan.local_key_rows, self.plan.head_dims
+        heads, kv_heads, dtype, sinks = (
+            self.made_with[name] for name in ("num_heads", "num_kv_heads", "dtype", "sinks"))
+        arrays = {
+            "q": ((rows, heads, head_dim), dtype), "k": ((key_rows, kv_heads, head_dim), dtype),
+            "v": ((key_rows, kv_heads, v_head_dim), dtype), "out": ((rows, heads, v_head_dim), dtype),
+            "lse": ((heads, rows), lse_dtype(dtype)),
+        }
+        if sinks:
+            arrays["sinks"] = (heads,), lse_dtype(dtype)
+        for name, (shape, wanted) in arrays.items():
+            x = getattr(self, name)
+            if type(x) is not kind or x.shape != shape or x.dtype != wanted or not x.flags.c_contiguous:
+                raise ValueError(
+                    f"saved.{name} is {_kind(x)}, a {type(x).__name__}; wanted {wanted} {shape} as forward saved it; "
+                    f"pass what forward returned, or the same arrays C-contiguous on the same device"
+                )
+
+
+def _kind(x: Any) -> str:
+    """Describe an array by dtype and shape, without its contents."""
+    return f"{x.dtype} {tuple(x.shape)}" if is_array(x) else shown(x)

@@ -35,12 +35,11 @@ import torch
 
 from thdattn import varlen
 from thdattn.arguments import check_kind, found
-from thdattn.attention import CPAttention
+from thdattn.attention import CPAttention, Saved
 from thdattn.comm import Comm, from_torch
 from thdattn.packing import PackedBatch
 from thdattn.plan.handles import give_handle, owner_of, wrap_handles
 from thdattn.plan.plan import Plan
-from thdattn.saved import Saved
 from thdattn.sharding import Sharding
 
 

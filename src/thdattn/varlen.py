@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.arguments import as_bool, as_int, as_softcap, as_softmax_scale, shown
-from thdattn.attention import CPAttention
+from thdattn.attention import CPAttention, Saved
 from thdattn.comm import SingleComm
 from thdattn.engines.select import choose_engine
 from thdattn.packing import PackedBatch, lies_on_device
 from thdattn.plan.plan import Plan
-from thdattn.saved import Saved
 
 MAX_PLANS = 8  # kept with their work buffers, of which the backward's take 4 bytes per element of q
 

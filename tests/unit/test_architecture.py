@@ -19,7 +19,7 @@ PACKAGE = SOURCE / "thdattn"
 # A folder, or a module beside the folders, imports from itself and from those before it.
 LAYERS = [
     "arguments", "install", "trees", "packing", "balance", "capacity", "sharding", "oracle", "kernels", "spans", "jit",
-    "comm", "plan", "kv_cache", "methods", "saved", "engines", "attention", "mamba", "varlen", "graphs",
+    "comm", "plan", "kv_cache", "methods", "engines", "attention", "mamba", "varlen", "graphs",
     "timeline", "costs", "torch", "cli", "fuzz", "__main__",
 ]
 CONTRACT = "engines"  # what an engine has to do, without any: all may import it

@@ -17,7 +17,6 @@ from thdattn.packing import PackedBatch, as_like
 from thdattn.plan.build import description, found_wrong, with_arrays
 from thdattn.plan.memory import Memory
 from thdattn.plan.plan import NO_ARRAYS, Plan
-from thdattn.saved import raise_if_told
 from thdattn.sharding import Sharding, as_sharding
 
 CAUSAL = (-1, 0)  # window of a mixer's plans
@@ -292,8 +291,7 @@ class Mamba2Mixer:
         if refusal := _refused_trees(plan):
             raise ValueError(refusal)
         _check_sharding(plan.sharding)
-        raise_if_told(plan)
-        plan.enter()
+        plan.enter_call()
 
     def _as_array(self, name: str, x: Any, shape: tuple[int, ...], dtype: Any, remedy: str) -> Any:
         of_dtype = f" for a mixer of {self.dtype}; cast it"

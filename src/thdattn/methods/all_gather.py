@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thdattn.comm import Arrival
+from thdattn.comm.slices import address
 from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
 from thdattn.methods.base import MethodOptions, Results, joined, kept_keys, key_buffers, lse_dtype
 from thdattn.plan.memory import Layer, Memory
@@ -66,6 +67,23 @@ class GatheredKV:
         for group in self.groups[self.num_read :]:
             group.wait()
             group.done()
+
+    def check(self, k: Any, v: Any, plan: Plan) -> None:
+        """Raise a ValueError if they were not gathered for a call with a user's k and v and this plan.
+
+        Both the arrays that the user gave to gather and the copies that it made of them count.
+        """
+        if self.used:
+            raise ValueError("keys were used by a forward or backward before, wanted those of this call; call gather "
+                             "again, or leave it out")
+        if self.generation is not None:
+            self.generation.check("keys")
+        arrays = [[plan.engine.in_place(name, x) for x in xs]
+                  for name, xs in (("k", (k, self.k, self.given[0])), ("v", (v, self.v, self.given[1])))]
+        places = [[(address(x), x.shape, x.strides) for x in xs] for xs in arrays]
+        if self.plan is not plan or any(now not in known for now, *known in places):
+            raise ValueError("keys were gathered from other k and v or with another plan, wanted those of this call; "
+                             "call gather with the same arrays, or leave it out")
 
     def in_order(self, kept: list[Pair] | None = None) -> Iterator[Pair]:
         """Yield each group's keys and values in sequence order, without what padding held, once they are complete.

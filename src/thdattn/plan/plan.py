@@ -455,6 +455,15 @@ class Plan:
         if self.arrays.lengths is not None:
             self.arrays.lengths.follow()
 
+    def enter_call(self) -> None:
+        """Enter the plan; on one rank, raise for lengths that the GPU has already found wrong.
+
+        Of several ranks one may be told before the others, who would wait for it: their next plan raises on all.
+        """
+        if self.cp_size == 1:
+            self.check(wait=False)
+        self.enter()
+
     def _come(self) -> None:
         """Order the current stream after the stream that the plan was made on."""
         if self.arrays.stream is not None:
