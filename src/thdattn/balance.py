@@ -4,22 +4,23 @@ A long document belongs to one rank, or as two chunks to each of a few neighbour
 length, they form a line with cheap rows at one end and expensive rows at the other. A rank takes some rows from both
 ends and so meets its number of rows and its work. On many ranks few documents fit one rank, so they are stretched over
 neighbours, in shares of a rank. The lengths alone determine everything, in the same numbers on every rank.
+
+Prefix trees are placed whole while ranks have rows and work for them. The others are cut into subtrees and pieces of
+nodes, which are folded too.
 """
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.packing import PackedBatch
-from thdattn.trees.balance import place_trees
+from thdattn.packing import PackedBatch, once
+from thdattn.trees import Trees
 
-T = TypeVar("T")
 Ints = NDArray[np.int64]
 
 BUDGETS = (1.05, 1.0, 0.95, 0.9, 0.75, 0.5, 0.0)  # shares of the mean work that long documents may fill on a rank
@@ -32,6 +33,12 @@ SHORTEST_CHUNK = 256  # rows; shorter chunks would waste tiles
 MANY = 16  # ranks above which documents are stretched: groups of equal ranks then leave work uneven
 LAYERS = 16  # attempts to stretch another layer
 FOLDED = 0.1  # share of all rows that are left for the fold, which makes rows equal
+
+# Of prefix trees.
+TREE_BUDGETS = (1.05, 1.0, 0.9, 0.75, 0.5, 0.0)  # shares of the mean work that whole trees may fill on a rank
+TREE_MOST = 1.05  # limit of the busiest rank's work over the mean; the first budget that meets it is taken
+PIECES = 16  # least number of pieces of a rank's rows
+CLASSES = 8  # classes of work per row on the line; inside a class, pieces keep their order and share ancestors
 
 
 class Runs(NamedTuple):
@@ -184,8 +191,7 @@ class _Attempt:
         self.rows, self.work = [0] * cp_size, [0] * cp_size
         self._dealt: list[tuple[int, int, int, int]] = []
         self._stretched: list[Ints] = []
-        self._line = np.zeros(0, np.int64)
-        self._cuts: list[tuple[int, int, int]] = []
+        self._line, self._parts = np.zeros(0, np.int64), np.zeros((0, 3), np.int64)
 
     def place(self, budget: float) -> Ints:
         """Assign long sequences, longest first, to the fewest ranks within the budget; return the other sequences."""
@@ -278,24 +284,17 @@ class _Attempt:
 
         Args:
             sequences: their numbers, ascending.
-            wherever: also expect the cheaper rows at the upper end, as where that is at the first rows of a sequence.
+            wherever: see _folded.
         """
         self._line = sequences[np.argsort(self._lengths[sequences], kind="stable")]
         line = _Line(self._lengths[self._line])
-        low, high = 0, line.starts[-1]
-        lack = {rank: (self.share - self.work[rank]) / (self.capacity - rows)
-                for rank, rows in enumerate(self.rows) if rows < self.capacity}
-        for rank in sorted(lack, key=lack.__getitem__):
-            count = min(self.capacity - self.rows[rank], high - low)
-            dear = line.dear_rows(low, high, count, self.share - self.work[rank], wherever)
-            self._cuts += [(low, low + count - dear, rank), (high - dear, high, rank)]
-            self.rows[rank] += count
-            self.work[rank] += line.work_of_ends(low, high, count, dear)
-            low, high = low + count - dear, high - dear
+        free = [self.capacity - rows for rows in self.rows]
+        lack = [self.share - work for work in self.work]
+        self._parts = _folded(line.work_before, int(self._lengths[self._line].sum()), free, lack, wherever)
 
     def runs(self) -> Ints:
         """Return the runs, as place_fold does."""
-        first, _, owner = np.array(sorted(self._cuts), np.int64).reshape(-1, 3).T
+        first, _, owner = self._parts.T
         item, begin, end, part = _cut(self._lengths[self._line], first)
         folded = np.stack([owner[part], self._line[item], begin, end], axis=1)
         return np.concatenate([np.array(self._dealt, np.int64).reshape(-1, 4), *self._stretched, folded])
@@ -345,40 +344,55 @@ def _stretched(sequences: Ints, lengths: Ints, shares: NDArray[Any]) -> Ints:
     return runs[runs[:, 2] < runs[:, 3]]
 
 
-class _Line:
-    """Line of consecutive sequences, as Python ints, with which bisection is fastest.
+def _folded(
+    work_before: Callable[[int], int], num_rows: int, free: Sequence[int], lack: Sequence[float],
+    wherever: bool = False,
+) -> Ints:
+    """Give the rows of a line to ranks, each some from both ends, so that rows and work of all ranks are complete.
 
-    starts: first row of each sequence on the line, and the end of the last one.
+    Args:
+        work_before: returns the work of all rows of the line before a row.
+        num_rows: rows of the line.
+        free, lack: (cp_size,) rows that each rank can still take, and work that it lacks.
+        wherever: also expect the cheaper rows at the upper end, as where that is at the first rows of a sequence.
+
+    Returns:
+        (num_parts, 3): begin, end and rank of consecutive rows of the line, ascending.
     """
+    low, high, parts = 0, num_rows, []
+    for rank in sorted((rank for rank, rows in enumerate(free) if rows > 0), key=lambda rank: lack[rank] / free[rank]):
+        count = min(free[rank], high - low)
+        dear = _dear_rows(work_before, low, high, count, lack[rank], wherever)
+        parts += [(low, low + count - dear, rank), (high - dear, high, rank)]
+        low, high = low + count - dear, high - dear
+    return np.array(sorted(parts), np.int64).reshape(-1, 3)
+
+
+def _dear_rows(
+    work_before: Callable[[int], int], low: int, high: int, count: int, work: float, wherever: bool
+) -> int:
+    """Return how many of `count` of the rows [low, high) are the last ones, such that they have so much work."""
+    rest = work_before(high) - work_before(low) - work
+
+    def between(dear: int) -> int:
+        return work_before(high - dear) - work_before(low + count - dear)
+
+    if wherever and between(count) > between(0):
+        return bisect_left(range(count), rest, key=between)
+    return bisect_left(range(count), -rest, key=lambda dear: -between(dear))
+
+
+class _Line:
+    """Line of consecutive sequences, as Python ints, with which bisection is fastest."""
 
     def __init__(self, lengths: Ints) -> None:
-        self.starts = [0, *np.cumsum(lengths).tolist()]
+        self._starts = [0, *np.cumsum(lengths).tolist()]
         self._done = [0, *np.cumsum(_triangle(lengths)).tolist()]
 
-    def dear_rows(self, low: int, high: int, count: int, work: float, wherever: bool) -> int:
-        """Return how many of `count` of the rows [low, high) are the last ones, such that they have so much work.
-
-        wherever: see _Attempt.fold.
-        """
-        rest = self._work(low, high) - work
-
-        def between(dear: int) -> int:
-            return self._work(low + count - dear, high - dear)
-
-        if wherever and between(count) > between(0):
-            return bisect_left(range(count), rest, key=between)
-        return bisect_left(range(count), -rest, key=lambda dear: -between(dear))
-
-    def work_of_ends(self, low: int, high: int, count: int, dear: int) -> int:
-        """Return the work of `count` of the rows [low, high): the last `dear` rows, and the first ones."""
-        return self._work(low, high) - self._work(low + count - dear, high - dear)
-
-    def _work(self, low: int, high: int) -> int:
-        return self._work_before(high) - self._work_before(low)
-
-    def _work_before(self, row: int) -> int:
-        index = bisect_right(self.starts, row) - 1
-        return int(self._done[index] + _triangle(row - self.starts[index]))
+    def work_before(self, row: int) -> int:
+        """Return the work of all rows before a row."""
+        index = bisect_right(self._starts, row) - 1
+        return int(self._done[index] + _triangle(row - self._starts[index]))
 
 
 def _triangle(length: Any) -> Any:
@@ -406,13 +420,70 @@ def _cut(sizes: Ints, cuts: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return item, first, first + np.diff(edges, append=total), part
 
 
-_kept: weakref.WeakKeyDictionary[PackedBatch, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+def place_trees(trees: Trees, cp_size: int) -> Ints:
+    """Assign the tokens of all trees to ranks.
+
+    Returns:
+        (num_runs, 4): rank, tree, and places [begin, end) in the tree, in the order of tokens. No rank has more than
+        ceil(tokens / cp_size) tokens.
+    """
+    lengths = trees.lengths
+    pairs = np.repeat(trees.depths - trees.nodes[:-1], lengths) + np.arange(1, lengths.sum() + 1)
+    owner, least = np.zeros(0, np.int64), float("inf")
+    for budget in TREE_BUDGETS:
+        attempt = _owners(trees, pairs, cp_size, budget)
+        busiest = np.bincount(attempt, pairs, cp_size).max()
+        if busiest < least:
+            owner, least = attempt, busiest
+        if least <= TREE_MOST * pairs.sum() / cp_size:
+            break
+    ends = np.cumsum(trees.tree_lengths())
+    tree = np.searchsorted(ends, np.arange(len(owner)), side="right")
+    begin = np.flatnonzero(np.diff(owner, prepend=-1) | np.diff(tree, prepend=-1))
+    end = np.append(begin[1:], len(owner))[: len(begin)]
+    first = (ends - trees.tree_lengths())[tree[begin]]
+    return np.stack([owner[begin], tree[begin], begin - first, end - first], axis=1)
 
 
-def once(batch: PackedBatch, key: Hashable, make: Callable[[], T]) -> T:
-    """Return the value cached for this batch and key; call `make` on a miss."""
-    kept = _kept.setdefault(batch, {})
-    if key not in kept:
-        kept[key] = make()
-    made: T = kept[key]
-    return made
+def _owners(trees: Trees, pairs: Ints, cp_size: int, budget: float) -> Ints:
+    """Return the rank of every token: whole trees fill up to `budget` of a rank's work, pieces of others the rest."""
+    capacity, share = -(-len(pairs) // cp_size), pairs.sum() / cp_size
+    before = np.append(0, np.cumsum(pairs))
+    owner, rows, work = np.full(len(pairs), -1), np.zeros(cp_size, np.int64), np.zeros(cp_size)
+    roots = np.flatnonzero(trees.parents < 0)
+    sizes = before[trees.ends[roots]] - before[trees.nodes[roots]]
+    for root, size in sorted(zip(roots.tolist(), sizes.tolist(), strict=True), key=lambda tree: -tree[1]):
+        begin, end = int(trees.nodes[root]), int(trees.ends[root])
+        fits = (rows + end - begin <= capacity) & (work + size <= budget * share)
+        if fits.any():
+            rank = int(np.where(fits, work, np.inf).argmin())
+            owner[begin:end], rows[rank], work[rank] = rank, rows[rank] + end - begin, work[rank] + size
+    pieces = _pieces(trees, before, max(SHORTEST_CHUNK, capacity // PIECES), lambda token: bool(owner[token] < 0))
+    done = np.append(0, np.cumsum(pairs[pieces])).tolist()
+    for begin, end, rank in _folded(done.__getitem__, len(pieces), (capacity - rows).tolist(), (share - work).tolist()):
+        owner[pieces[begin:end]] = rank
+    return owner
+
+
+def _pieces(trees: Trees, before: Ints, most: int, is_free: Callable[[int], bool]) -> Ints:
+    """Return the free tokens, cheap pieces first: subtrees of at most `most` tokens, and pieces of larger nodes.
+
+    Args:
+        before: (num_tokens + 1,), pairs of all tokens before each one.
+    """
+    begins: list[int] = []
+    sizes: list[int] = []
+    behind = 0
+    for first, last, end in zip(trees.nodes[:-1].tolist(), trees.nodes[1:].tolist(), trees.ends.tolist(), strict=True):
+        if first < behind or first == end or not is_free(first):
+            continue
+        behind = end if end - first <= most else last
+        pieces = -(-(behind - first) // most)
+        cuts = [first + (behind - first) * piece // max(1, pieces) for piece in range(pieces + 1)]
+        begins += cuts[:-1]
+        sizes += np.diff(cuts).tolist()
+    begin, size = np.array(begins, np.int64), np.array(sizes, np.int64)
+    cost = (before[begin + size] - before[begin]) / np.maximum(size, 1)
+    order = np.argsort(np.round(CLASSES * cost / cost.max(initial=1)), kind="stable")
+    tokens = [np.arange(begin[piece], begin[piece] + size[piece]) for piece in order.tolist()]
+    return np.concatenate([np.zeros(0, np.int64), *tokens])

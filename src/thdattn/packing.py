@@ -9,8 +9,9 @@ from __future__ import annotations
 import cmath
 import copy
 import itertools
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -465,6 +466,18 @@ def _dealt_to(
         free[group, chosen] -= rows[document]
         done[group] += work[document]
     return [[sorted(documents) for documents in each] for each in dealt]
+
+
+_kept: weakref.WeakKeyDictionary[PackedBatch, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def once(batch: PackedBatch, key: Hashable, make: Callable[[], T]) -> T:
+    """Return the value cached for this batch and key; call `make` on a miss."""
+    kept = _kept.setdefault(batch, {})
+    if key not in kept:
+        kept[key] = make()
+    made: T = kept[key]
+    return made
 
 
 def as_batch(batch: Any, name: str = "batch") -> PackedBatch:

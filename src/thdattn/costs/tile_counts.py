@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.balance import Ints, once
+from thdattn.balance import Ints
+from thdattn.packing import once
 from thdattn.plan.key_transfers import foreign_tiles
 from thdattn.plan.ranges import key_ranges
 from thdattn.sharding import Sharding

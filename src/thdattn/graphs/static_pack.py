@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from thdattn.arguments import INT32_MAX, as_count, check_kind
 from thdattn.attention import CPAttention
-from thdattn.balance import once
 from thdattn.capacity import BalancedCapacity, LayoutSizes, LayoutTables, Mask, Window
 from thdattn.graphs.capture import Graphs
 from thdattn.mamba.mixer import Mamba2Mixer
-from thdattn.packing import PackedBatch
+from thdattn.packing import PackedBatch, once
 from thdattn.plan import layout_tables
 from thdattn.plan.generations import renew
 from thdattn.plan.node_table import NODE_WORDS, node_table

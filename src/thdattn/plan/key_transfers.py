@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.balance import Ints, balanced_runs, once, within_rank
+from thdattn.balance import Ints, balanced_runs, within_rank
 from thdattn.capacity import BalancedCapacity, Flags
-from thdattn.packing import PackedBatch, rows_of_runs
+from thdattn.packing import PackedBatch, once, rows_of_runs
 from thdattn.plan.mask import in_sight, transposed
 from thdattn.trees import Trees
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.balance import balanced_runs, once
+from thdattn.balance import balanced_runs
 from thdattn.capacity import BalancedCapacity, Flags, LayoutSizes, LayoutTables, Mask
+from thdattn.packing import once
 from thdattn.plan.key_transfers import Pieces, all_rows, foreign_tiles, needed_rows
 from thdattn.sharding import Sharding
 
