@@ -31,12 +31,11 @@ import record
 import tables
 import timing
 from peers import Ours, Peer, TorchPeer, draw_inputs, release_memory
+from record import Measured
 from workloads import CASES, EQUAL, Case
 
 from thdattn import PackedBatch
 
-Key = tuple[str, str, str]  # peer, direction, timing
-Measured = dict[Key, record.Row]  # the columns of what was measured
 KEY = ("gpu", "case", "peer", "direction", "timing")
 
 
@@ -68,22 +67,14 @@ def main() -> int:
         for number, name in enumerate(args.cases, 1):
             start = time.perf_counter()
             if args.sustained:
-                keys = [(peer, *record.SUSTAINED) for peer in kinds]
                 measured = sustained(CASES[name], kinds, args.repeats)
             else:
-                keys = asked(list(kinds), directions)
                 measured = bench(CASES[name], kinds, directions, args.repeats)
             release_memory()
-            records.add(rows_of(CASES[name], versions, keys, measured))
+            records.add(record.rows_of(CASES[name].columns, measured, versions))
             print(f"[{number}/{len(args.cases)}] {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     records.show(KINDS[args.kind].tables)
     return 0
-
-
-def asked(names: Sequence[str], directions: Sequence[str]) -> list[Key]:
-    """List what `bench` measures."""
-    keys = [(name, way, how) for name in names for way in directions for how in record.TIMINGS]
-    return keys + [(name, result, record.ERRORS) for name in names for result in accuracy.RESULTS]
 
 
 def make_peers(what: str, kinds: Mapping[str, type[Peer]], case: Any, inputs: Any) -> dict[str, Peer]:
@@ -96,8 +87,9 @@ def make_peers(what: str, kinds: Mapping[str, type[Peer]], case: Any, inputs: An
 
 
 def bench(case: Case, kinds: Mapping[str, type[Peer]], directions: Sequence[str], rounds: int) -> Measured:
-    """Measure errors, times and the host's side of one case; what fails is missing."""
-    measured: Measured = {}
+    """Measure errors, times and the host's side of one case; what fails has no columns."""
+    measured: Measured = {(name, way, how): {} for name in kinds for way in directions for how in record.TIMINGS}
+    measured |= {(name, result, record.ERRORS): {} for name in kinds for result in accuracy.RESULTS}
     with reported(f"{case.name}, errors"):
         measured |= errors(case, kinds)
     peers = make_peers(case.name, kinds, case, draw_inputs(case))
@@ -115,11 +107,11 @@ def errors(case: Case, kinds: Mapping[str, type[Peer]]) -> Measured:
     small = accuracy.small(case)
     drawn = draw_inputs(small)
     inputs = [x.get() for x in drawn]
-    plain = accuracy.exact(small, inputs, cupy)
+    plain = accuracy.exact(small, inputs)
     measured: Measured = {}
     for name, peer in make_peers(case.name, kinds, small, drawn).items():
         with reported(f"{case.name} {name}, errors"):
-            wanted = accuracy.exact(small, inputs, cupy, **peer.logits) if peer.logits else plain
+            wanted = accuracy.exact(small, inputs, **peer.logits) if peer.logits else plain
             forward_and_backward(peer)
             for result, error in accuracy.errors(peer.on_host(), wanted).items():
                 measured[name, result, record.ERRORS] = error.columns
@@ -170,7 +162,8 @@ def sustained(case: Case, kinds: Mapping[str, type[Peer]], rounds: int) -> Measu
             calls = timing.calls_per_graph(timing.calls_per_group(median(timing.called(pair, 3))))
             replays[name] = partial(timing.sustained, peers[name].capture(pair, calls), calls)
     times = timing.interleaved(replays, rounds, lambda name: reported(f"{case.name} {name} sustained"))
-    return {(name, *record.SUSTAINED): record.timed(samples, sum(case.flops)) for name, samples in times.items()}
+    return {(name, *record.SUSTAINED): record.timed(times[name], sum(case.flops)) if name in times else {}
+            for name in kinds}
 
 
 def forward_and_backward(peer: Peer) -> None:
@@ -190,41 +183,14 @@ def prepare(peer: Peer, direction: str, ours: Peer | None) -> None:
 
 
 def host_side(ours: Ours) -> Measured:
-    """Time a plan to the end of its GPU work, and the host in plans and in both forms of a forward call."""
+    """Time the host in plans and in both forms of a forward call."""
     measured: Measured = {}
     alike = PackedBatch(ours.batch.cu_seqlens)  # plans of ours.batch would share arrays
-    sides = (alike, ours.key_batch), (ours.batch_on_device, ours.key_batch_on_device)
-    on_host, on_device = (partial(ours.attn.plan, batch, "contiguous", keys) for batch, keys in sides)
-    for side, make in (("host_lengths", on_host), ("device_lengths", on_device)):
-        make()
-        measured["ours", "plan", side] = record.timed(timing.finished(make, 5))
-    for name, call in (("plan", on_host), ("forward", ours.forward), ("varlen_attention", ours.varlen_attention)):
+    plan = partial(ours.attn.plan, alike, "contiguous", ours.key_batch)
+    for name, call in (("plan", plan), ("forward", ours.forward), ("varlen_attention", ours.varlen_attention)):
         call()
         measured["ours", name, "host"] = record.timed(timing.host(call, 5))
     return measured
-
-
-def rows_of(case: Case, versions: Mapping[str, str], keys: Sequence[Key], measured: Measured) -> Iterator[record.Row]:
-    """Yield a row for each measurement; one that failed is blank and replaces an older row."""
-    blank = dict.fromkeys(("ms", "ms_p10", "ms_p90", "samples", "tflops", "rms", "largest"), "")
-    for peer, direction, how in dict.fromkeys([*keys, *measured]):
-        yield {
-            "case": case.name,
-            "heads": str(case.heads),
-            "kv_heads": str(case.kv_heads),
-            "head_dim": str(case.head_dim),
-            "v_head_dim": str(case.v_head_dim),
-            "dtype": "bfloat16",
-            "causal": str(case.causal),
-            "window": "{}:{}".format(*case.window),
-            "total_tokens": str(case.total_tokens),
-            "num_seqs": str(len(case.lengths)),
-            "peer": peer,
-            "peer_version": versions[peer],
-            "direction": direction,
-            "timing": how,
-            **(blank | measured.get((peer, direction, how), {})),
-        }
 
 
 @contextmanager

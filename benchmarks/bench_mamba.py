@@ -26,12 +26,13 @@ import cupy
 import record
 import tables
 from accuracy import Error
-from bench_attention import Key, Measured, forward_and_backward, make_peers, race, reported
+from bench_attention import forward_and_backward, make_peers, race, reported
 from cp_methods import ONE
 from mamba_cases import BYTES_PER_S, CASES, DRAWS, MixerCase, draw
 from mamba_exact import OF_WEIGHTS, PARTS, errors, exact_mixer, exact_scan, of_draws
 from mamba_peers import PEERS, tune_for
 from peers import Peer, release_memory
+from record import Key, Measured
 
 import thdattn
 
@@ -54,8 +55,9 @@ def main() -> int:
         else:
             measurements = measure(names, args.parts, args.peers, 0 if args.errors else args.repeats)
         for case, part, versions, measured in measurements:
-            made = rows_of(case, part, records.about["gpu"], comm.size, versions, measured)
-            records.add(made, comm.rank == 0)
+            columns = {"ranks": str(comm.size), **case.columns, "part": part}
+            add_floor(case, records.about["gpu"], comm.size, measured)
+            records.add(record.rows_of(columns, measured, versions), comm.rank == 0)
     if comm.rank == 0:
         records.show(tables.mixers)
     return 0
@@ -115,20 +117,12 @@ def small_errors(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> M
     return {key: of_draws(each).columns for key, each in found.items()}
 
 
-def rows_of(
-    case: MixerCase, part: str, gpu: str, ranks: int, versions: Mapping[str, str], measured: Measured
-) -> Iterator[record.Row]:
-    """Yield a row for each measurement, with the time that the GPU's memory needs at least."""
-    blank = dict.fromkeys(("ms", "ms_p10", "ms_p90", "samples", "rms", "largest", "floor_ms"), "")
-    for (peer, direction, how), found in measured.items():
-        row = blank | {name: value for name, value in found.items() if name in blank}
+def add_floor(case: MixerCase, gpu: str, ranks: int, measured: Measured) -> None:
+    """Add the time that the memory of a known GPU needs at least."""
+    for (peer, direction, _), found in measured.items():
         if gpu in BYTES_PER_S and direction in record.DIRECTIONS:
             share = 1 if peer == ONE else ranks
-            row["floor_ms"] = f"{1e3 * case.least_bytes(direction) / share / BYTES_PER_S[gpu]:.4f}"
-        yield {
-            "ranks": str(ranks), **case.columns, "part": part, "peer": peer, "peer_version": versions.get(peer, ""),
-            "direction": direction, "timing": how, **row,
-        }
+            found["floor_ms"] = f"{1e3 * case.least_bytes(direction) / share / BYTES_PER_S[gpu]:.4f}"
 
 
 def parse_arguments() -> argparse.Namespace:

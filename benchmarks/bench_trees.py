@@ -34,7 +34,7 @@ from bench_cp import attempted
 from cp_methods import ONE, OURS, USUAL, Method
 from cp_ways import Layer, Timed, both
 from peers import Flex, Inputs, draw_inputs, release_memory
-from record import WAYS
+from record import WAYS, Measured
 from workloads import TREES, Case, TreeCase
 
 import thdattn
@@ -70,16 +70,16 @@ def present(names: Sequence[str]) -> list[str]:
 
 
 def errors(comm: Comm, case: TreeCase) -> Iterator[record.Row]:
-    """Yield rows with the errors against float64 of a small tree; they also compile and load kernels."""
+    """Return rows with the errors against float64 of a small tree; they also compile and load kernels."""
     small = accuracy.small_tree(case)
     layer = Layer(comm, small, method(comm))
     whole = draw_inputs(small, layer.batch.total_rows)
     layer.inputs = Inputs(*(layer.plan.shard(x) for x in whole))
     both(layer)
-    wanted = accuracy.exact_trees(small, [cupy.asnumpy(x) for x in whole], cupy)
+    wanted = accuracy.exact(small, [cupy.asnumpy(x) for x in whole])
     found = [cupy.asnumpy(layer.plan.unshard(x, comm)) for x in layer.results()]
-    for result, error in accuracy.errors(found, wanted).items():
-        yield row_of(case, case, OURS, result, record.ERRORS, error.columns)
+    return rows_of(case, case, {(OURS, result, record.ERRORS): error.columns
+                                for result, error in accuracy.errors(found, wanted).items()})
 
 
 def speeds(comm: Comm, case: TreeCase, others: Sequence[str], rounds: int) -> Iterator[record.Row]:
@@ -97,9 +97,11 @@ def speeds(comm: Comm, case: TreeCase, others: Sequence[str], rounds: int) -> It
     work = f"{busiest_rank(comm, ours):.3f}"
     for name, pack in packs.items():
         flops = [x / (comm.size if name == OURS else 1) for x in (*pack.flops, sum(pack.flops))]
-        for number, direction in enumerate(WAYS):
-            found = record.timed(times[name][number], flops[number]) if name in times else {}
-            yield row_of(case, pack, name, direction, "called", found | ({"work": work} if name == OURS else {}))
+        measured = {(name, way, "called"): record.timed(times[name][number], flops[number]) if name in times else {}
+                    for number, way in enumerate(WAYS)}
+        if name == OURS:
+            measured[OURS, "both", "called"]["work"] = work
+        yield from rows_of(case, pack, measured)
 
 
 def pack_of(case: TreeCase, name: str) -> Case:
@@ -130,14 +132,10 @@ def busiest_rank(comm: Comm, layer: Layer) -> float:
     return most * comm.size / layer.plan.visible_pairs
 
 
-def row_of(case: TreeCase, pack: Case, peer: str, direction: str, how: str, found: record.Row) -> record.Row:
-    """Return the columns of a pack and of what was measured, under the name of the trees that it is compared with."""
-    blank = dict.fromkeys(("work", "ms", "ms_p10", "ms_p90", "samples", "tflops", "rms", "largest"), "")
-    return {
-        **pack.columns, "case": case.name, "dtype": "bfloat16", "pairs": str(pack.plan.visible_pairs),
-        "tiles": str(pack.tiles), "peer": peer, "peer_version": Flex.version() if peer == "flex" else
-        thdattn.__version__, "direction": direction, "timing": how, **(blank | found),
-    }
+def rows_of(case: TreeCase, pack: Case, measured: Measured) -> Iterator[record.Row]:
+    """Yield rows of a pack, under the name of the trees that it is compared with."""
+    columns = {**pack.columns, "case": case.name, "pairs": str(pack.plan.visible_pairs), "tiles": str(pack.tiles)}
+    return record.rows_of(columns, measured, {peer: Flex.version() for peer, _, _ in measured if peer == "flex"})
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -13,8 +13,7 @@ from thdattn.methods.a2a import obstacle
 from thdattn.methods.select import SHARDINGS
 
 OURS, ALONE, ONE = "ours", "alone", "one GPU"  # peers of records
-EXCHANGE, BESIDE = "exchange", "alone, beside the exchange"  # with --exchange
-PARTS = (ONE, ALONE, EXCHANGE, BESIDE)  # what is measured beside implementations
+PARTS = (ONE, ALONE)  # what is measured beside implementations
 INNER = 2  # ranks of an inner group of two levels
 CAPTURED = ("all_gather", "a2a", "a2a+all_gather")  # methods that CUDA graphs can contain
 
@@ -48,7 +47,7 @@ class Method(NamedTuple):
     @property
     def captured(self) -> bool:
         """True if it is measured in a CUDA graph."""
-        return self.cp_comm_type in CAPTURED and not (self.two_levels and self.sharding == "balanced")
+        return self.cp_comm_type in CAPTURED and self.sharding != "balanced"
 
     def padded(self, case: Case, cp_size: int) -> thdattn.PackedBatch:
         """Return the pack with no more padding than the sharding needs."""
@@ -70,16 +69,6 @@ METHODS = {name: Method.named(name) for name in (
     "all_gather", "all_gather:balanced", "a2a", "a2a:dual_chunk", "p2p", "a2a+all_gather", "a2a+all_gather:balanced",
     "a2a+p2p",
 )}
-
-
-def predicted_ms(method: Method, case: Case, cp_size: int) -> dict[str, float]:
-    """Predict the milliseconds of each direction by the package's cost model, with its usual rates."""
-    seconds = model.predicted(
-        method.padded(case, cp_size), cp_size, case.heads, case.head_dim, case.kv_heads, method.cp_comm_type,
-        method.sharding, inner=INNER if method.two_levels else 1, causal=case.causal, window=case.window,
-    )
-    found = {"forward": seconds.forward, "backward": seconds.backward, "both": seconds.total}
-    return {direction: 1e3 * number for direction, number in found.items()}
 
 
 def work(sharding: thdattn.Sharding) -> list[int]:

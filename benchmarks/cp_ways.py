@@ -13,18 +13,14 @@ import cupy
 import numpy as np
 import peers
 import record
-from cp_methods import INNER, ONE, USUAL, Method
+from cp_methods import INNER, USUAL, Method
 from rank_of import Exchanging, as_rank_of
 from workloads import Case
 
 import thdattn
-from thdattn.capacity import BalancedCapacity
-from thdattn.comm import Comm, SingleComm, no_wait
-from thdattn.costs import Both
+from thdattn.comm import Comm, SingleComm
 from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, cuda
-from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
-from thdattn.plan.layout_tables import needed_capacity
-from thdattn.plan.owners import places_of_keys
+from thdattn.graphs import CudaGraphConfig, Graphs
 
 
 class Timed(Protocol):
@@ -113,23 +109,15 @@ class Layer:
         return self.out, *self.grads
 
     def choices(self) -> record.Row:
-        """Return the columns with method, sharding, head groups and whether keys are kept."""
-        keeps = self.attention._keeps(self.plan)
-        return {
-            "method": self.method.cp_comm_type, "sharding": self.method.sharding,
-            "head_groups": str(len(self.attention._groups(self.plan))), "keep_keys": "yes" if keeps else "no",
-        }
+        """Return the columns with method, sharding and head groups."""
+        return {"method": self.method.cp_comm_type, "sharding": self.method.sharding,
+                "head_groups": str(len(self.attention._groups(self.plan)))}
 
-    def received(self) -> Both:
+    def received(self) -> int:
         """Count the bytes from other ranks in one forward and one backward."""
-        counts = [self._received_so_far()]
-        for call in (self.forward, self.backward):
-            call()
-            counts.append(self._received_so_far())
-        return Both(*np.diff(counts).tolist())
-
-    def _received_so_far(self) -> int:
-        return sum(comm.received_bytes for comm in self._comms)
+        before = sum(comm.received_bytes for comm in self._comms)
+        both(self)
+        return sum(comm.received_bytes for comm in self._comms) - before
 
 
 class Alone:
@@ -154,63 +142,6 @@ class Alone:
         self._grads = cuda.attn_bwd(inputs, self._options, BackwardOutputs(self._sum_dtype))
 
 
-class Exchange:
-    """Gathers and sums of an all_gather layer without its kernels: all heads at once, beside the current stream."""
-
-    def __init__(self, layer: Layer) -> None:
-        self._plan, self._comm, self._kept = layer.plan, layer.attention.comm, layer.choices()["keep_keys"] == "yes"
-        _, *self._keys, _ = layer.inputs
-        self._gathered = [cupy.empty((self._plan.cp_size * len(x), *x.shape[1:]), x.dtype) for x in self._keys]
-        self._grads = [cupy.empty_like(x) for x in self._keys]
-
-    def forward(self) -> None:
-        self.start_forward()()
-
-    def backward(self) -> None:
-        self.start_backward()()
-
-    def start_forward(self) -> Callable[[], None]:
-        """Start to gather keys; return a function that waits for them."""
-        (arrival,) = self._comm.gather_heads(self._keys, [self._gathered])
-
-        def wait() -> None:
-            arrival.wait()
-            arrival.done()
-
-        return wait
-
-    def start_backward(self) -> Callable[[], None]:
-        """Start to sum gradients, and to gather keys that are not kept; return a function that waits for both."""
-        gathered = no_wait if self._kept else self.start_forward()
-        shapes = [x.shape for x in self._grads]
-        self._comm.owner_partials(shapes, shapes, False)
-        _, rows = places_of_keys(self._plan, self._comm.reads_peers)
-        summed = self._comm.reduce_partials(rows, self._grads, False, False)
-
-        def wait() -> None:
-            gathered()
-            summed()
-
-        return wait
-
-
-class Beside:
-    """Attention alone, timed while an exchange that takes less time goes on beside it."""
-
-    def __init__(self, alone: Alone, exchange: Exchange) -> None:
-        self._alone, self._exchange, self._wait = alone, exchange, no_wait
-
-    def forward(self) -> None:
-        self._wait()
-        self._wait = self._exchange.start_forward()
-        self._alone.forward()
-
-    def backward(self) -> None:
-        self._wait()
-        self._wait = self._exchange.start_backward()
-        self._alone.backward()
-
-
 def both(layer: Timed) -> None:
     layer.forward()
     layer.backward()
@@ -223,37 +154,16 @@ def free_memory() -> int:
     return int(free)
 
 
-def captured(stack: ExitStack, name: str, way: Timed) -> Callable[[], object] | None:
-    """Capture forward and backward as one graph that lives as long as the stack; None where that is not measured.
+def captured(stack: ExitStack, name: str, layer: Layer) -> Callable[[], object]:
+    """Capture forward and backward as one graph that lives as long as the stack.
 
-    The graph is of a copy of the way, so that nobody else holds its results. Of balanced rows it serves other layouts
-    too, of ranks that nobody plays.
+    The graph is of a copy of the layer, so that nobody else holds its results.
     """
-    layer = way.layer if isinstance(way, Alone) else way
-    if not isinstance(layer, Layer) or name == ONE or not layer.method.captured:
-        return None
-    balanced, comm = layer.method.sharding == "balanced", layer.attention.comm
-    if balanced and isinstance(comm, Exchanging):
-        return None
-    graphs = stack.enter_context(Graphs(comm, CudaGraphConfig(impl="local", warmup_steps=1)))
-    replay = graphs.captured(partial(both, within_capacity(layer, graphs) if balanced else copy(way)), name)
+    graphs = stack.enter_context(Graphs(layer.attention.comm, CudaGraphConfig(impl="local", warmup_steps=1)))
+    replay = graphs.captured(partial(both, copy(layer)), name)
     for _ in range(2):
         replay()
     return replay
-
-
-def within_capacity(layer: Layer, graphs: Graphs) -> Layer:
-    """Return a copy of a layer whose plan serves all layouts that need an eighth more than its own, at most."""
-    messages, keys, early_queries, early_keys = needed_capacity(layer.plan.sharding, [layer.plan.mask])
-    assert early_keys is not None
-    capacity = BalancedCapacity(messages + messages // 8, keys + keys // 8, early_queries - early_queries // 8,
-                                early_keys + early_keys // 8)
-    pack = StaticPack(graphs, [layer.attention], layer.batch.total_rows, capacity, like=layer.batch,
-                      finite_padding=True)
-    pack.load([layer.batch])
-    made = copy(layer)
-    (made.plan,) = pack.plans()
-    return made
 
 
 def started(make: Callable[[], Layer]) -> tuple[Layer, int]:

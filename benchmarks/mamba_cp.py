@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import peers
@@ -20,27 +19,24 @@ from cp_methods import ONE, OURS
 from mamba_cases import MixerCase, MixerInputs, draw
 from mamba_exact import OF_ROWS
 from mamba_peers import MambaSsmMixer, OurMixer, columns
-from record import WAYS
+from record import WAYS, Measured
 
-import thdattn
 from thdattn.comm import Comm, SingleComm
 from thdattn.mamba.shape import Mamba2Weights
 
 A2A = "all-to-all of heads"
-Key = tuple[str, str, str]  # peer, direction, timing
 Range = tuple[int, int]
 
 
 def measure(
     comm: Comm, cases: Sequence[MixerCase], with_peer: bool, rounds: int
-) -> Iterator[tuple[MixerCase, str, Mapping[str, str], dict[Key, record.Row]]]:
+) -> Iterator[tuple[MixerCase, str, Mapping[str, str], Measured]]:
     """Yield case, part, versions and measurements; collective."""
     import cupy
     from cp_peer import process_group
 
-    versions = {OURS: thdattn.__version__, ONE: thdattn.__version__}
+    versions = {A2A: MambaSsmMixer.version()} if with_peer else {}
     if with_peer:
-        versions[A2A] = MambaSsmMixer.version()
         group = process_group()
         group.__enter__()  # never left: leaving waits for ranks that may have failed
     for case in cases:
@@ -54,18 +50,9 @@ def measure(
             forward_and_backward(ways[A2A])
             peers.check(ways[A2A].results(), ways[OURS].results()[: len(OF_ROWS)], OF_ROWS)
         peers.release_memory()
-        times = timing.race(comm, calls(ways), rounds)
-        yield case, "mixer", versions, {key: record.timed(samples) for key, samples in times.items()}
-
-
-def calls(ways: Mapping[str, Any]) -> dict[Key, Any]:
-    """Return the calls that are timed; a backward follows the last forward."""
-    made: dict[Key, Any] = {}
-    for name, way in ways.items():
-        forward_and_backward(way)
-        for direction, call in zip(WAYS, (way.forward, way.backward, partial(forward_and_backward, way)), strict=True):
-            made[name, direction, "called"] = call
-    return made
+        times = timing.race_in_steps(comm, {name: (way.forward, way.backward) for name, way in ways.items()}, rounds)
+        yield case, "mixer", versions, {(name, way, "called"): record.timed(samples) for name, steps in times.items()
+                                        for way, samples in zip(WAYS, steps, strict=True)}
 
 
 def share(case: MixerCase, size: int) -> MixerCase:

@@ -83,7 +83,7 @@ def release_memory() -> None:
 class Peer(ABC):
     """Layer over one case; it keeps the results of the last calls, and backward follows the last forward.
 
-    logits: softcap and sinks of accuracy.exact, where the layer has them.
+    logits: softcap and sinks of the oracle, where the layer has them.
     """
 
     logits: Mapping[str, Any] = MappingProxyType({})
@@ -156,11 +156,8 @@ class Ours(CupyPeer):
         self.attn = case.attention("cuda", **self.options)
         self.sinks = cupy.zeros(case.heads, np.float32) if self.attn.sinks else None
         if self.attn.sinks or self.attn.softcap:
-            self.logits = {"softcap": self.attn.softcap, "sinks": self.sinks}
-        self.batch = case.batch()
-        self.key_batch = case.key_batch()
-        self.batch_on_device = on_device(self.batch)
-        self.key_batch_on_device = None if self.key_batch is None else on_device(self.key_batch)
+            self.logits = {"softcap": self.attn.softcap, "sinks": None if self.sinks is None else self.sinks.get()}
+        self.batch, self.key_batch = case.batch(), case.key_batch()
         self.plan = self.made_plan()
         self.forward()  # a plan keeps the kernels of its first calls
         self.backward()
@@ -200,8 +197,8 @@ class GpuLengths(Ours):
     """CPAttention with lengths that only the GPU knows, as where a CUDA graph plans anew at each replay."""
 
     def made_plan(self) -> thdattn.Plan:
-        return self.attn.plan(self.batch_on_device, "contiguous", key_batch=self.key_batch_on_device,
-                              finite_padding=True)
+        queries, keys = on_device(self.batch), None if self.key_batch is None else on_device(self.key_batch)
+        return self.attn.plan(queries, "contiguous", key_batch=keys, finite_padding=True)
 
 
 @contextmanager

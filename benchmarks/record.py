@@ -12,12 +12,16 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from types import MappingProxyType
 
+import thdattn
+
 Row = dict[str, str]
+Key = tuple[str, str, str]  # peer, direction, timing
+Measured = dict[Key, Row]  # the columns of what was measured; none of what failed
 RESULTS = Path(__file__).with_name("results")
 DIRECTIONS = ("forward", "backward")
 TIMINGS = ("called", "graph")
@@ -94,7 +98,21 @@ class Recorder:
 
     def show(self, tables: Callable[[Sequence[Row]], list[str]]) -> None:
         """Print the tables of all rows."""
-        print("\n\n".join([*tables(self.rows), f"wrote {self.path}; benchmarks/pages.py writes the pages"]))
+        blank = dict.fromkeys((column for row in self.rows for column in row), "")
+        shown = tables([blank | row for row in self.rows])
+        print("\n\n".join([*shown, f"wrote {self.path}; benchmarks/pages.py writes the pages"]))
+
+
+def rows_of(columns: Row, measured: Measured, versions: Mapping[str, str] = MappingProxyType({})) -> Iterator[Row]:
+    """Yield a row for each measurement; one that failed has no columns of its own, and replaces an older row.
+
+    Args:
+        columns: of all rows, such as those of a case.
+        versions: of peers; the others are this package.
+    """
+    for (peer, direction, how), found in measured.items():
+        yield columns | {"peer": peer, "peer_version": versions.get(peer, thdattn.__version__), "direction": direction,
+                         "timing": how} | found
 
 
 def results_file(kind: str, gpu: str) -> Path:

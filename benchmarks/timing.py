@@ -184,13 +184,3 @@ def returned(call: Call, calls: int) -> list[float]:
     stream.synchronize()
     return times
 
-
-def finished(call: Call, calls: int) -> list[float]:
-    """Time the host from a call to the end of its GPU work."""
-    stream = cupy.cuda.get_current_stream()
-
-    def whole() -> None:
-        call()
-        stream.synchronize()
-
-    return returned(whole, calls)

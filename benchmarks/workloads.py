@@ -58,7 +58,9 @@ class Case(Pack):
         """Return the columns of a record that describe the case."""
         return {
             "case": self.name, "heads": str(self.heads), "kv_heads": str(self.kv_heads),
-            "head_dim": str(self.head_dim), "total_tokens": str(self.total_tokens), "num_seqs": str(len(self.lengths)),
+            "head_dim": str(self.head_dim), "v_head_dim": str(self.v_head_dim), "dtype": "bfloat16",
+            "causal": str(self.causal), "window": "{}:{}".format(*self.window),
+            "total_tokens": str(self.total_tokens), "num_seqs": str(len(self.lengths)),
         }
 
     @property
@@ -253,8 +255,6 @@ def cp_cases(cp_size: int) -> dict[str, Case]:
         *(Case(f"documents{rows}k", lengths, 64, 8) for rows, lengths in documents.items()),
         replace(CASES["bucket32k"], name="bucket32k-mha16"),
         Case("64x1024", (1_024,) * 64),
-        # Computed about as long as sent by sockets of one machine, 0.4 GB/s.
-        Case("1x16384-full-h512", (16_384,), 512, 8, causal=False),
     )
     return {case.name: case for case in cases}
 

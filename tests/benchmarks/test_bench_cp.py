@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import record
 import tables
-from cp_methods import BESIDE, EXCHANGE, METHODS
+from cp_methods import METHODS
 from rank_of import as_rank_of
 from workloads import cp_cases
 
@@ -22,9 +22,6 @@ from thdattn.comm import run_local
 def bench_cp():
     pytest.importorskip("cupy")
     return importlib.import_module("bench_cp")
-
-
-# --- packs -------------------------------------------------------------------------------------------------------
 
 
 # --- comms that stand in for others ------------------------------------------------------------------------------
@@ -48,7 +45,6 @@ def test_other_than_two_ranks_with_peer_memory_cannot_play(ranks, size):
         (["--repeats", "0"], "--repeats: found 0, wanted >= 1"),
         (["--as-rank-of", "1"], "--as-rank-of is 1, wanted >= 2"),
         (["--as-rank-of", "8", "--peer"], "leave it or --as-rank-of out"),
-        (["--as-rank-of", "8", "--exchange"], "leave it or --as-rank-of out"),
         (["--methods", "a2a", "--peer"], "compared with all_gather, which --methods lacks"),
         (["--head-groups", "2", "3"], "--head-groups has 3, wanted divisors of 8 and 16 kv heads"),
         (["--head-groups", "0"], "--head-groups has 0, wanted divisors of 8 and 16 kv heads"),
@@ -63,15 +59,11 @@ def test_wrong_arguments_are_named(bench_cp, arguments, message, monkeypatch, ca
 
 def test_speeds_are_per_rank_and_host_times_have_none(bench_cp):
     case = cp_cases(4)["1x8192"]
-    costs = {"ours": bench_cp.Costs(1.5, bench_cp.Both(forward=3, backward=4), {"both": 1.25})}
-    found = bench_cp.columns(case, 4, ("ours", "both", "called"), [2.0, 1.0, 4.0], costs)
+    found = bench_cp.timed(case, 4, ("ours", "both", "called"), [2.0, 1.0, 4.0])
     pairs = 8_192 * 8_193 // 2  # 7 products of 2 operations per pair, head and channel
     assert float(found["tflops"]) == pytest.approx(pairs * 32 * 128 * 14 / 4 / 2e-3 / 1e12, abs=0.01)
-    assert (found["ms"], found["memory_gib"], found["received_bytes"]) == ("2.00000", "1.50", "7")
-    assert found["predicted_ms"] == "1.2500"
-    assert bench_cp.columns(case, 4, ("ours", "forward", "called"), [2.0], costs)["received_bytes"] == "3"
-    host = bench_cp.columns(case, 4, ("ours", "both", "host"), [2.0], costs)
-    assert host["tflops"] == "" and not {"memory_gib", "received_bytes"} & set(host)
+    assert found["ms"] == "2.00000"
+    assert bench_cp.timed(case, 4, ("ours", "both", "host"), [2.0])["tflops"] == ""
 
 
 @pytest.mark.gpu
@@ -83,7 +75,7 @@ def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp
     path = tmp_path / "cp.csv"
     program = Path(tables.__file__).with_name("bench_cp.py")
     command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), "--transport", transport, *arguments]
-    command += ["--head-groups", "1", "4", "--methods", "all", *["--exchange"] * (not arguments)]
+    command += ["--head-groups", "1", "4", "--methods", "all"]
     run = launch.run_ranks(2, program, *command, timeout=240)
     assert run.returncode == 0, run.stderr
     assert "Error" not in run.stderr
@@ -100,5 +92,3 @@ def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp
         assert np.isfinite(times.value("received_bytes", "8x1024", way, "both", "called"))
         if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
             assert 0 < times.value("rms", "4x1024", way, "dk", record.ERRORS) < 1e-2
-    for way in () if arguments else (EXCHANGE, BESIDE):
-        assert 0 < times.value("ms", "8x1024", way, "both", "called") < 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import accuracy
 import numpy as np
 import pytest
 import record
@@ -73,6 +74,28 @@ def test_spread_of_few_samples_is_their_range():
     timed = record.timed([2.0, 1.0, 4.0], flops=4e9)
     assert timed == {"ms": "2.00000", "ms_p10": "1.00000", "ms_p90": "4.00000", "samples": "3", "tflops": "2.00"}
 
+
+# --- errors ----------------------------------------------------------------------------------------------------
+
+
+def test_errors_worked_by_hand():
+    zeros = np.zeros(2)
+    found = [np.array([3.0, 4.5]), np.array([np.nan, 1.0]), zeros, zeros]
+    errors = accuracy.errors(found, [np.array([3.0, 4.0]), np.ones(2), zeros + 1, zeros + 2])
+    assert errors["out"] == pytest.approx((0.1, 0.5))
+    assert np.isnan(errors["dq"]).all()
+    assert errors["dv"] == pytest.approx((1.0, 2.0))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_small_versions_keep_widths_mask_and_group(case):
+    small = accuracy.small(case)
+    assert 1 <= small.total_tokens <= small.total_keys <= accuracy.ROWS and small.heads <= accuracy.HEADS
+    assert small.heads * case.kv_heads == case.heads * small.kv_heads
+    kept = "head_dim", "v_head_dim", "causal", "window"
+    assert all(getattr(small, name) == getattr(case, name) for name in kept)
+    assert small.total_keys > accuracy.ROWS // 2 or len(small.lengths) > 8
+    assert isinstance(small.batch(), thdattn.PackedBatch)
 
 # --- a run of bench_attention on a machine whose GPU is faked ----------------------------------------------------
 
@@ -150,9 +173,7 @@ class FakePeer:
         return FakePeer.clock.replay
 
     def on_host(self):
-        import accuracy
-
-        return [self.factor * x for x in accuracy.exact(self.case, self.inputs, np)]
+        return [self.factor * x for x in accuracy.exact(self.case, self.inputs)]
 
 
 class Inexact(FakePeer):
@@ -185,8 +206,7 @@ def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, ca
     interleaved = bench.timing.interleaved
     monkeypatch.setattr(bench.timing, "interleaved", lambda *args: (interleaved(*args), FakePeer.graphs.clear())[0])
     measured = bench.bench(SMALL, kinds, record.DIRECTIONS, 2)
-    rows = list(bench.rows_of(SMALL, dict.fromkeys(kinds, "1"), bench.asked(list(kinds), record.DIRECTIONS), measured))
-    assert len({tuple(made) for made in rows}) == 1, "every row has the same columns"
+    rows = list(record.rows_of(SMALL.columns, measured, dict.fromkeys(kinds, "1")))
     times = record.Times(rows)
     assert times.value("samples", "small", "ours", "forward", "graph") == 4
     assert times.value("ms", "small", "fa4", "backward", "called") == 3.0
@@ -197,4 +217,4 @@ def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, ca
         assert times.value("largest", "small", "fa4", result, record.ERRORS) > 0.01
     assert "small fa4 backward graph: RuntimeError: cannot be captured" in capsys.readouterr().err
     blank = next(made for made in rows if tuple(made[x] for x in KEY[2:]) == ("fa4", "backward", "graph"))
-    assert blank["ms"] == blank["tflops"] == "", "it replaces what an older run measured"
+    assert not {"ms", "tflops"} & set(blank), "it replaces what an older run measured"

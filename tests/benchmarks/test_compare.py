@@ -5,17 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
-import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
 
-import accuracy
 import compare
-from workloads import CASES, Case
-
-import thdattn
-from thdattn import oracle
 
 FAKE = """
 import json, sys, time
@@ -82,52 +76,3 @@ def test_table_ends_with_the_lowest_ratio():
     assert lines[2].split() == ["4x4096", "deterministic", "backward", "1000.0", "800.0", "0.800", "(0.800..0.800)"]
     assert lines[3].split()[2:] == ["-", "-", "-"]
     assert lines[4].split() == ["lowest", "ratio", "0.800"]
-
-
-# --- errors ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at_once", [1, 50, 10**6])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("causal", (7, 1, 30), heads=4, kv_heads=2, head_dim=8, v_head_dim=4),
-        Case("full", (9, 5), heads=2, kv_heads=2, head_dim=8, v_head_dim=8, causal=False),
-        Case("window", (40, 3), heads=2, kv_heads=1, head_dim=4, v_head_dim=4, window=(6, 0)),
-        Case("both sides", (40, 3), heads=2, kv_heads=1, head_dim=4, v_head_dim=4, causal=False, window=(6, 2)),
-        Case("other keys", (4, 1, 6), heads=2, kv_heads=1, head_dim=4, v_head_dim=4, keys=(9, 5, 6)),
-    ],
-    ids=lambda case: case.name,
-)
-def test_float64_answer_is_the_oracles(case, at_once, monkeypatch):
-    """Whatever number of rows of scores it has at a time."""
-    monkeypatch.setattr(accuracy, "SCORES", at_once)
-    rng = np.random.default_rng(0)
-    widths = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim),
-              (case.heads, case.v_head_dim))
-    rows = case.total_tokens, case.total_keys, case.total_keys, case.total_tokens
-    inputs = [rng.standard_normal((num_rows, *width)) for num_rows, width in zip(rows, widths, strict=True)]
-    wanted = oracle.packed_attention(case.batch(), *inputs, causal=case.causal, window=case.window,
-                                     key_batch=case.key_batch())
-    for found, name in zip(accuracy.exact(case, inputs, np), accuracy.RESULTS, strict=True):
-        np.testing.assert_allclose(found, getattr(wanted, name), rtol=1e-12, atol=1e-12)
-
-
-def test_errors_worked_by_hand():
-    zeros = np.zeros(2)
-    found = [np.array([3.0, 4.5]), np.array([np.nan, 1.0]), zeros, zeros]
-    errors = accuracy.errors(found, [np.array([3.0, 4.0]), np.ones(2), zeros + 1, zeros + 2])
-    assert errors["out"] == pytest.approx((0.1, 0.5))
-    assert np.isnan(errors["dq"]).all()
-    assert errors["dv"] == pytest.approx((1.0, 2.0))
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_small_versions_keep_widths_mask_and_group(case):
-    small = accuracy.small(case)
-    assert 1 <= small.total_tokens <= small.total_keys <= accuracy.ROWS and small.heads <= accuracy.HEADS
-    assert small.heads * case.kv_heads == case.heads * small.kv_heads
-    kept = "head_dim", "v_head_dim", "causal", "window"
-    assert all(getattr(small, name) == getattr(case, name) for name in kept)
-    assert small.total_keys > accuracy.ROWS // 2 or len(small.lengths) > 8
-    assert isinstance(small.batch(), thdattn.PackedBatch)
