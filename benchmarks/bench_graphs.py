@@ -10,7 +10,6 @@ rows of its GPU and number of ranks in results/graphs_GPU.csv. The ways:
 eager           kernel by kernel, with a plan of exactly this pack made on the host
 eager_static    kernel by kernel, with the plan of a static pack, whose lengths only the GPU knows
 local           a forward and a backward graph, on arrays that graphs own
-local_copied    the same on arrays that are copied to their places first
 full_iteration  one graph of both
 """
 
@@ -41,7 +40,6 @@ LONG = {"1x16384": (16_384,), "doc64k": document_pack()}
 ROWS = {"doc64k": PACK_TOKENS}  # with padding at the end, as in training; other packs are full
 HEADS = ((8, 8), (16, 4))  # query and kv heads
 SLOTS = (16, 64, 512)  # for 16 documents
-BALANCED_SLOTS = 256  # for the documents of balanced packs
 KEY = ("gpu", "ranks", "case", "heads", "kv_heads", "way")
 Call = Callable[[], object]
 
@@ -53,7 +51,6 @@ def main() -> int:
         for name in args.cases:
             rows += layer_rows(comm, MixerLayer(comm, MixerCase(name, (SHORT | LONG)[name])), args.repeats)
         rows += slot_rows(comm, args.repeats)
-        rows += [row for name in ("8x1024", "doc64k") for row in refresh_rows(comm, name, args.repeats)]
         if comm.rank:
             return 0
     records = record.Recorder("graphs", args.out, KEY, comm.size, {"ranks": str(comm.size)})
@@ -67,9 +64,6 @@ def cases(names: Sequence[str]) -> Iterator[Case]:
     for name in names:
         for heads, kv_heads in HEADS:
             yield Case(name, (SHORT | LONG)[name], heads, kv_heads)
-
-
-# --- what is timed -----------------------------------------------------------------------------------------------
 
 
 class Layer:
@@ -98,10 +92,9 @@ class Layer:
         self.batch = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=rows)
         self.exact = computes.plan(self.batch, finite_padding=True)
 
-    def pack(self, graphs: Graphs, sharding: str | None = None) -> StaticPack:
+    def pack(self, graphs: Graphs) -> StaticPack:
         """Make a static pack of just so many rows, with the batch loaded."""
-        pack = StaticPack(graphs, [self.computes], self.batch.total_rows, sharding, like=self.batch,
-                          finite_padding=True)
+        pack = StaticPack(graphs, [self.computes], self.batch.total_rows, like=self.batch, finite_padding=True)
         pack.load([self.batch])
         return pack
 
@@ -117,19 +110,16 @@ class Layer:
         for _ in range(2):
             owned()  # results of graphs are inputs that are not copied
         whole = graphs.captured(self.both, "forward and backward")
-        in_place, copied = (graphs.pair(self.computes.forward, self.computes.backward, name)
-                            for name in ("in place", "copied"))
-        others, dout = [copies(x) for x in self.given], self.dout.copy()
+        pair = graphs.pair(self.computes.forward, self.computes.backward, "pair")
 
-        def local(pair: Any, given: Sequence[Any], dout: Any) -> Any:
-            _, saved = pair.forward(*given, static)
-            return pair.backward(dout, saved)
+        def local() -> Any:
+            _, saved = pair.forward(*self.given, static)
+            return pair.backward(self.dout, saved)
 
         return {
             "eager": lambda: self.both(self.given, self.dout, self.exact),
             "eager_static": lambda: self.both(self.given, self.dout, static),
-            "local": partial(local, in_place, self.given, self.dout),
-            "local_copied": partial(local, copied, others, dout),
+            "local": local,
             "full_iteration": lambda: whole(self.given, self.dout, static),
         }
 
@@ -145,11 +135,6 @@ class MixerLayer(Layer):
         self.columns = {name: case.columns[name] for name in kept} | {"kv_heads": "mixer"}
         inputs = draw(case, cupy, self.exact.local_rows)
         self.given, self.dout = [inputs.zxbcdt, inputs.weights], inputs.dout
-
-
-def copies(x: Any) -> Any:
-    """Copy an array, or each of a tuple of weights."""
-    return type(x)(*(each.copy() for each in x)) if isinstance(x, tuple) else x.copy()
 
 
 def new_graphs(comm: thdattn.comm.Comm, slots: int | None = None) -> Graphs:
@@ -199,50 +184,7 @@ def planned_step(layer: Layer, pack: StaticPack, given: Sequence[Any], dout: Any
     return layer.both(given, dout, *pack.plans())
 
 
-def refresh_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[record.Row]:
-    """Time the refresh of a static pack's lengths: load on the host, and the plan, called and as a graph.
-
-    Balanced rows are of new packs, whose layout the host has to find, or whose layout has been prepared.
-    """
-    case = Case(name, (SHORT | LONG)[name], 8, 8)
-    layer = Layer(comm, case)
-    with new_graphs(comm) as graphs:
-        pack = layer.pack(graphs)
-        times = {"load_host": timing.slowest(comm, timing.host(partial(pack.load, [layer.batch]), rounds))}
-        times |= timing.race(comm, {"plans": pack.plans, "plans_graph": graphs.captured(pack.plans, "plans")}, rounds)
-        yield from (row_of(case.columns, way, samples) for way, samples in times.items())
-    if comm.size > 1:
-        with new_graphs(comm, BALANCED_SLOTS) as graphs:
-            times = balanced_times(comm, layer, graphs, rounds)
-            yield from (row_of(case.columns, way, samples) for way, samples in times.items())
-
-
-def balanced_times(comm: thdattn.comm.Comm, layer: Layer, graphs: Graphs, rounds: int) -> dict[str, list[float]]:
-    """Time the refresh of balanced rows."""
-    pack, batch, times = layer.pack(graphs, "balanced"), layer.batch, {}
-    for way in ("load_host_balanced", "load_host_balanced_prepared"):
-        fresh = [PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=batch.total_rows)
-                 for _ in range(rounds * timing.HOST_CALLS)]
-        if way.endswith("prepared"):
-            for each in fresh:
-                layer.computes.prepare(each, "balanced")
-        loads = iter(fresh)
-
-        def load(loads: Iterator[PackedBatch] = loads) -> None:
-            batches = [next(loads)]
-            assert pack.fits(batches)
-            pack.load(batches)
-
-        times[way] = timing.slowest(comm, timing.host(load, rounds))
-    plans: dict[str, Call] = {"plans_balanced": pack.plans}
-    plans["plans_graph_balanced"] = graphs.captured(pack.plans, "plans")
-    return times | timing.race(comm, plans, rounds)
-
-
-# --- what is written ---------------------------------------------------------------------------------------------
-
-
-def row_of(columns: record.Row, way: str, samples: Sequence[float], flops: float | None = None) -> record.Row:
+def row_of(columns: record.Row, way: str, samples: Sequence[float], flops: float | None) -> record.Row:
     return columns | {"way": way} | record.timed(samples, flops)
 
 

@@ -3,182 +3,151 @@
     python benchmarks/compare.py --trees base=../base new=.
     python benchmarks/compare.py --trees base=../base new=. --cases 1x16384 4x4096 --directions backward
 
-Each tree has a process of its own, because all packages are named thdattn. The process answers one question at a time,
-while the others leave the GPU idle: calls in replayed CUDA graphs, on the same inputs. A ratio is the speed of a tree
-over that of the first, in the same round: median, and lowest to highest round.
-
-A question is a line of JSON on stdin, {"do": METHOD, ...arguments}. The answer is a line on stdout: what the method of
-`Measure` returns, or {"error": TEXT}.
+Each tree has processes of its own, because all packages are named thdattn. While one is timed, the others leave the GPU
+idle: calls in replayed CUDA graphs, on the same inputs. A ratio is the speed of a tree over that of the first, in the
+same round: median, and lowest to highest round.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import select
-import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache, partial
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 import cupy
 import tables
 import timing
-from peers import PEERS, Peer, draw_inputs, release_memory
+from peers import PEERS, draw_inputs
+from record import DIRECTIONS
 from workloads import CASES
 
 import thdattn
 from thdattn.jit import compiler
 
-DIRECTIONS = ("forward", "backward")
 WAYS = ("ours", "deterministic", "portable")
-SERVE = "--answer-questions"  # the process of a tree
+Trees = Mapping[str, Executor]  # name -> process
 Samples = dict[str, list[float]]  # tree -> milliseconds, one per round
 Measured = dict[tuple[str, str, str], tuple[float, Samples]]  # (case, way, direction) -> (TFLOP of a call, samples)
 
 
-class Tree:
-    """Process of one source tree; it starts with the first question, and again after it failed."""
-
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], patience: float = 300) -> None:
-        self.name = name
-        self.command = command
-        self.env = env
-        self.patience = patience  # seconds for an answer, in which kernels are compiled
-        self.process: subprocess.Popen[str] | None = None
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send a question and return the answer.
-
-        Raises:
-            RuntimeError: the tree could not do it, died, or did not answer in time.
-        """
-        self.send(do, **arguments)
-        return self.receive()
-
-    def send(self, do: str, **arguments: Any) -> None:
-        """Send a question without waiting for the answer."""
-        if self.process is None:
-            self.process = subprocess.Popen(
-                self.command, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # `receive` says that the process is gone
-            print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
-
-    def receive(self) -> dict[str, Any]:
-        """Return the answer to the last question."""
-        assert self.process is not None and self.process.stdout is not None
-        heard, _, _ = select.select([self.process.stdout], [], [], self.patience)
-        line = self.process.stdout.readline() if heard else ""
-        if not line:
-            self.close()
-            how = "ended without an answer" if heard else f"gave no answer in {self.patience:g} s"
-            raise RuntimeError(f"the process of tree {self.name!r} {how}; see what it wrote above")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"tree {self.name!r}: {answer['error']}")
-        return answer
-
-    def close(self) -> None:
-        """Kill the process."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
+# --- in the process of a tree ------------------------------------------------------------------------------------
 
 
 class Measure:
-    """Case that is measured in the process of a tree, and the graph that is replayed."""
+    """Case that is measured by one process, and the graph that is replayed."""
 
-    peer: Peer | None = None
-    measured = ("", "")  # case and way of `peer`
     replay: Callable[[], list[float]] | None = None
 
-    def about(self) -> dict[str, str]:
-        """Return the folder of the package and the hash of its kernels."""
-        return {"package": str(Path(thdattn.__file__).parent), "kernel_sources": compiler.source_hash()}
+    def __init__(self, case: str, way: str) -> None:
+        self.stream = cupy.cuda.Stream(non_blocking=True)  # the default stream cannot be captured
+        self.stream.use()
+        self.flops = CASES[case].flops
+        self.peer = PEERS[way](CASES[case], draw_inputs(CASES[case]))
+        self.peer.forward()
 
-    def prepare(self, case: str, way: str, direction: str) -> dict[str, float]:
+    def prepare(self, direction: str) -> tuple[float, float]:
         """Compile and call the kernels; return rough milliseconds and TFLOP of a call."""
-        self.replay = None  # no graph may be alive when memory is released
-        if self.measured != (case, way):
-            self.peer, self.measured = None, ("", "")
-            release_memory()
-            self.peer = PEERS[way](CASES[case], draw_inputs(CASES[case]))
-            self.measured = case, way
-            self.peer.forward()
         call = getattr(self.peer, direction)
         call()
-        return {"ms": median(timing.called(call, 3)), "tflop": getattr(CASES[case].flops, direction) / 1e12}
+        return median(timing.called(call, 3)), getattr(self.flops, direction) / 1e12
 
-    def capture(self, direction: str, ms: float) -> dict[str, int]:
+    def capture(self, direction: str, ms: float) -> None:
         """Capture the graph that `time` replays, of as many calls of `ms` milliseconds as make a group."""
-        assert self.peer is not None
         calls = timing.calls_per_graph(timing.calls_per_group(ms))
         self.replay = partial(timing.replayed, self.peer.capture(getattr(self.peer, direction), calls), calls)
-        return {"calls": calls}
 
-    def time(self) -> dict[str, list[float]]:
+    def time(self) -> float:
         """Return milliseconds of a call in the captured graph, on a rested GPU."""
         assert self.replay is not None
         time.sleep(timing.REST)
-        return {"ms": self.replay()}
+        return median(self.replay())
 
 
-def serve(measure: Any, questions: TextIO, answers: TextIO) -> None:
-    """Answer until there are no more questions; an error is an answer too."""
-    for line in questions:
-        question = json.loads(line)
-        try:
-            answer = getattr(measure, question.pop("do"))(**question)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"[:300]}
-        print(json.dumps(answer), file=answers, flush=True)
+@cache
+def measure(case: str, way: str) -> Measure:
+    """Return the measurement of this process."""
+    return Measure(case, way)
 
 
-def answer_questions() -> None:
-    """Serve the questions of stdin on stdout; what a library prints goes to stderr."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    with cupy.cuda.Stream(non_blocking=True):  # the default stream cannot be captured
-        serve(Measure(), sys.stdin, answers)
+def ask(case: str, way: str, do: str, *arguments: Any) -> Any:
+    """Call a method of the measurement."""
+    return getattr(measure(case, way), do)(*arguments)
 
 
-def race(trees: Sequence[Tree], rounds: int, case: str, way: str, direction: str) -> tuple[float, Samples]:
+def about() -> tuple[str, str]:
+    """Return the folder of the package and the hash of its kernels."""
+    return str(Path(thdattn.__file__).parent), compiler.source_hash()
+
+
+# --- in turns ----------------------------------------------------------------------------------------------------
+
+
+def process(folder: Path) -> Executor:
+    """Start a process that imports the package in a folder.
+
+    Raises:
+        RuntimeError: the process imports another one.
+    """
+    made = ProcessPoolExecutor(1, get_context("spawn"))
+    sys.path.insert(0, str(folder))  # which the new process inherits
+    try:
+        package, _ = made.submit(about).result()
+    finally:
+        sys.path.remove(str(folder))
+    if Path(package) != folder / "thdattn":
+        raise RuntimeError(f"a process imports {package}, wanted {folder / 'thdattn'}; uninstall the former")
+    return made
+
+
+def race(trees: Trees, rounds: int, case: str, way: str, direction: str) -> tuple[float, Samples]:
     """Return the TFLOP of a call and a time per round of every tree that has one; the first tree changes each round."""
-    what = f"{case} {way} {direction}"
-    for tree in trees:
-        tree.send("prepare", case=case, way=way, direction=direction)  # all compile at once
-    prepared = answers(trees, what, lambda tree: tree.receive())
-    ms = min((answer["ms"] for answer in prepared.values()), default=0.0)  # graphs of as many calls for every tree
-    trees = [tree for tree in trees if tree.name in prepared]
-    captured = answers(trees, what, lambda tree: tree.ask("capture", direction=direction, ms=ms))
-    samples: Samples = {name: [] for name in captured}
+
+    def ask_all(names: Iterable[str], do: str, *arguments: Any) -> dict[str, Any]:
+        asked = {name: submitted(trees[name], case, way, do, *arguments) for name in names}
+        return answers(f"{case} {way} {direction}", asked)
+
+    prepared = ask_all(trees, "prepare", direction)
+    ms = min((ms for ms, _ in prepared.values()), default=0.0)  # graphs of as many calls for every tree
+    samples: Samples = {name: [] for name in prepared if name in ask_all([name], "capture", direction, ms)}
     for number in range(rounds):
-        racing = [tree for tree in trees if tree.name in samples]
-        first = number % max(1, len(racing))
-        times = answers(racing[first:] + racing[:first], what, lambda tree: tree.ask("time"))
-        samples = {name: [*samples[name], median(times[name]["ms"])] for name in samples if name in times}
-    return max((answer["tflop"] for answer in prepared.values()), default=0.0), samples
+        names = [*samples]
+        first = number % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            times = ask_all([name], "time")
+            if times:
+                samples[name].append(times[name])
+            else:
+                del samples[name]
+    return max((tflop for _, tflop in prepared.values()), default=0.0), samples
 
 
-def answers(trees: Sequence[Tree], what: str, ask: Callable[[Tree], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the answer of each tree by name; leave out trees that fail, and write the reason to stderr."""
+def submitted(tree: Executor, *question: Any) -> Future[Any]:
+    """Send a question to a tree; the future of a dead one fails."""
+    try:
+        return tree.submit(ask, *question)
+    except BrokenExecutor as error:
+        dead: Future[Any] = Future()
+        dead.set_exception(error)
+        return dead
+
+
+def answers(what: str, asked: Mapping[str, Future[Any]]) -> dict[str, Any]:
+    """Return the answer of each tree; leave out trees that fail, and write the reason to stderr."""
     found = {}
-    for tree in trees:
+    for name, future in asked.items():
         try:
-            found[tree.name] = ask(tree)
-        except RuntimeError as error:
-            print(f"{what}: {error}", file=sys.stderr)
+            found[name] = future.result()
+        except Exception as error:
+            print(f"{what}, tree {name!r}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
     return found
 
 
@@ -210,31 +179,20 @@ def table(names: Sequence[str], measured: Measured) -> str:
 
 
 def main() -> int:
-    if sys.argv[1:] == [SERVE]:
-        answer_questions()
-        return 0
     args = parse_arguments()
-    trees = [
-        Tree(name, [sys.executable, __file__, SERVE], os.environ | {"PYTHONPATH": os.pathsep.join(
-            filter(None, [str(folder), os.environ.get("PYTHONPATH")]))})
-        for name, folder in args.trees
-    ]
-    names = [tree.name for tree in trees]
+    names = [name for name, _ in args.trees]
     measured: Measured = {}
+    for name, folder in args.trees:
+        with process(folder) as tree:
+            print(f"{name}: {folder}, kernel sources {tree.submit(about).result()[1]}", flush=True)
     try:
-        for tree, (_, folder) in zip(trees, args.trees, strict=True):
-            about = tree.ask("about")
-            if Path(about["package"]) != folder / "thdattn":
-                raise RuntimeError(f"tree {tree.name!r} imports {about['package']}, wanted {folder / 'thdattn'}")
-            print(f"{tree.name}: {folder}, kernel sources {about['kernel_sources']}", flush=True)
-        for case in args.cases:
-            for way in args.ways:
+        for case, way in product(args.cases, args.ways):
+            with ExitStack() as stack:  # new processes, because one may have died
+                trees = {name: stack.enter_context(process(folder)) for name, folder in args.trees}
                 for direction in args.directions:
                     measured[case, way, direction] = race(trees, args.rounds, case, way, direction)
                     print(case, way, direction, *row(names, *measured[case, way, direction]), flush=True)
     finally:
-        for tree in trees:
-            tree.close()
         if measured:
             print(f"\nTFLOP/s and ratios of speed, {args.rounds} rounds\n{table(names, measured)}")
     return 0

@@ -37,26 +37,13 @@ def test_every_way_of_an_attention_and_of_a_mixer_runs_and_is_checked(monkeypatc
               bench_graphs.MixerLayer(comm, bench_graphs.MixerCase("2x12", (12, 12), 4, 8, 8))]
     for layer in layers:
         made = [*bench_graphs.layer_rows(comm, layer, 1)]
-        assert [row["way"] for row in made] == ["eager", "eager_static", "local", "local_copied", "full_iteration"]
+        assert [row["way"] for row in made] == ["eager", "eager_static", "local", "full_iteration"]
         assert made[0]["kv_heads"] == ("1" if layer is layers[0] else "mixer") and bool(made[0]["tflops"]) == (
             layer is layers[0])
         wanted = layer.both(layer.given, layer.dout, layer.exact)
         wrong = [wanted[0] * wanted[0].dtype.type(2), *wanted[1:]]
         with pytest.raises(RuntimeError, match=r"2x12 local: d.* is off by"):
             bench_graphs.check(layer, "local", wrong, wanted)
-
-
-def test_balanced_packs_are_loaded_new_and_prepared(monkeypatch):
-    on_host(monkeypatch)
-    monkeypatch.setattr(bench_graphs.timing, "host", lambda call, rounds: [call() or 1.0])
-    monkeypatch.setattr(bench_graphs.timing, "slowest", lambda comm, samples: samples)
-    monkeypatch.setitem(bench_graphs.SHORT, "8x1024", (12, 40, 30))
-
-    def program(comm):
-        return [row["way"] for row in bench_graphs.refresh_rows(comm, "8x1024", 1)]
-
-    new = ["load_host_balanced", "load_host_balanced_prepared", "plans_balanced", "plans_graph_balanced"]
-    assert thdattn.comm.run_local(2, program) == [["load_host", "plans", "plans_graph", *new]] * 2
 
 
 def test_slots_of_every_number_run(monkeypatch):

@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import shutil
+from concurrent.futures import BrokenExecutor, Executor, Future
 
 import pytest
+from launch import SOURCE
 
 pytest.importorskip("cupy")
 
 import compare
 
-FAKE = """
-import json, sys, time
-scale = float(sys.argv[1])
-calls = 0
-for line in sys.stdin:
-    question = json.loads(line)
-    do, answer = question.pop("do"), {}
-    if do == "prepare" and question["direction"] == sys.argv[2]:
-        sys.exit(7)
-    if do == "prepare" and question["case"] == "481x34":
-        answer = {"error": "ValueError: no"}
-    elif do == "prepare":
-        answer = {"ms": scale, "tflop": 0.5}
-    elif do == "capture":
-        answer = {"ms": question["ms"]}
-    elif do == "time":
-        calls += 1
-        answer = {"ms": [scale, scale, 9 * scale] if calls % 2 else [scale]}
-    elif do == "hang":
-        time.sleep(60)
-    print(json.dumps(answer), flush=True)
-"""
+
+class Tree(Executor):
+    """Process whose calls take `ms`; it dies in the direction `dies_at`, and refuses one case."""
+
+    def __init__(self, ms, dies_at="never"):
+        self.ms, self.dies_at, self.dead, self.calls = ms, dies_at, False, 0
+
+    def submit(self, call, case, way, do, *arguments):
+        self.dead = self.dead or (do == "prepare" and arguments == (self.dies_at,))
+        if self.dead and do != "prepare":
+            raise BrokenExecutor("gone")
+        made = Future()
+        if self.dead or case == "481x34":
+            made.set_exception(BrokenExecutor("dies") if self.dead else ValueError("no"))
+        else:
+            made.set_result({"prepare": (self.ms, 0.5), "capture": None, "time": self.ms}[do])
+        return made
 
 
-@pytest.fixture
-def make_tree():
-    made = []
-
-    def make(name, scale, dies_at="never", patience=30.0):
-        made.append(compare.Tree(name, [sys.executable, "-c", FAKE, str(scale), dies_at], os.environ, patience))
-        return made[-1]
-
-    yield make
-    for tree in made:
-        tree.close()
-
-
-def test_times_and_ratios_are_those_of_the_trees(make_tree):
-    trees = [make_tree("base", 2.0), make_tree("new", 2.5)]
+def test_times_and_ratios_are_those_of_the_trees():
+    trees = {"base": Tree(2.0), "new": Tree(2.5)}
     tflop, samples = compare.race(trees, 3, "1x16384", "ours", "backward")
     assert (tflop, samples) == (0.5, {"base": [2.0] * 3, "new": [2.5] * 3})
     assert compare.row(["base", "new"], tflop, samples) == ["250.0", "200.0", "0.800 (0.800..0.800)"]
@@ -57,13 +40,23 @@ def test_times_and_ratios_are_those_of_the_trees(make_tree):
     assert cells == ["500.0", "500.0", "1.000 (0.500..2.000)"], "ratios are of rounds"
 
 
-def test_a_tree_that_dies_or_refuses_is_left_out_and_comes_back(make_tree, capfd):
-    trees = [make_tree("base", 2.0, dies_at="backward"), make_tree("new", 2.5)]
+def test_a_tree_that_dies_or_refuses_is_left_out(capfd):
+    trees = {"base": Tree(2.0, dies_at="backward"), "new": Tree(2.5)}
     assert set(compare.race(trees, 2, "1x16384", "ours", "backward")[1]) == {"new"}
-    assert "tree 'base' ended without an answer" in capfd.readouterr().err
-    assert set(compare.race(trees, 2, "1x16384", "ours", "forward")[1]) == {"base", "new"}
-    assert compare.race(trees, 2, "481x34", "ours", "forward") == (0.0, {})
+    assert "tree 'base': BrokenExecutor: dies" in capfd.readouterr().err
+    with pytest.raises(BrokenExecutor):
+        trees["base"].submit(compare.ask, "1x16384", "ours", "time")
+    assert compare.submitted(trees["base"], "1x16384", "ours", "time").exception()
+    assert compare.race({"new": Tree(2.5)}, 2, "481x34", "ours", "forward") == (0.0, {})
     assert "tree 'new': ValueError: no" in capfd.readouterr().err
+
+
+def test_a_process_imports_the_package_of_its_tree(tmp_path):
+    shutil.copytree(SOURCE / "thdattn", tmp_path / "thdattn", ignore=shutil.ignore_patterns("__pycache__"))
+    with compare.process(tmp_path) as tree:
+        assert tree.submit(compare.about).result()[0] == str(tmp_path / "thdattn")
+    with pytest.raises(RuntimeError, match=r"imports .*, wanted .*elsewhere/thdattn; uninstall"):
+        compare.process(tmp_path / "elsewhere")
 
 
 def test_table_ends_with_the_lowest_ratio():
