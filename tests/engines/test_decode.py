@@ -118,9 +118,9 @@ def test_ranges_of_every_length_and_unread_rows_of_nan(engine, heads, dims, leng
 def test_check_rows_can_fail():
     rng, ranges = np.random.default_rng(0), np.array([[0, 40], [3, 3]], np.int32)
     q, k, v = (normal(rng, np.float32, n, 2, 8) for n in (2, 40, 40))
-    good = attend(q, k, v, ranges, np.float32)
+    good = attend(q, k, v, ranges, rounding=np.float32)
     check_rows((good.out.astype(np.float32), good.lse), q, k, v, ranges)
-    wrong = attend(q, k, v, ranges - [[0, 1], [0, 0]], np.float32)
+    wrong = attend(q, k, v, ranges - [[0, 1], [0, 0]], rounding=np.float32)
     with pytest.raises(AssertionError):
         check_rows((wrong.out.astype(np.float32), good.lse), q, k, v, ranges)
 

@@ -45,10 +45,6 @@ def test_fifty_packs_through_one_graph_are_the_eager_results(cupy, comm, mask, d
     graph_ranks.replay_packs(comm, cupy, mask, dims, "dual_chunk")
 
 
-def test_layers_accumulate_the_eager_gradients_over_micro_batches(cupy, comm):
-    graph_ranks.check_training(comm, cupy)
-
-
 def test_a_padded_pack_gives_its_tokens_the_bits_of_the_exact_one(cupy, comm, graphs):
     attention = thdattn.CPAttention(comm, 4, 64, 2, engine="cuda", deterministic=True)
     pack = StaticPack(graphs, [attention], ROWS)

@@ -258,31 +258,55 @@ def local_rows(batch: thdattn.PackedBatch, rows: np.ndarray, tokens: np.ndarray,
     return packed[rows]  # row -1, a filler, is the one behind all others
 
 
+def inputs_of(
+    case: Case, plan: thdattn.Plan, dtype: Any, xp: Any = np, fill: float = np.nan, seed: int = 0,
+    wrap: Callable[[Any], Any] = lambda x: x,
+) -> list[Any]:
+    """Return this rank's q, k, v, dout, of which rows without a token are `fill`."""
+    here = keys = plan.batch, to_host(plan.rows)
+    if case.keys is not None:
+        keys = plan.key_batch, np.arange(plan.key_batch.total_rows)
+    sides = zip((here, keys, keys, here), random_inputs(case, dtype, seed), strict=True)
+    return [wrap(xp.asarray(local_rows(*side, x, fill))) for side, x in sides]
+
+
+def step(layer: thdattn.CPAttention, plan: thdattn.Plan, inputs: list[Any], sinks: Any = None) -> dict[str, Any]:
+    """Return what a forward and a backward return."""
+    *qkv, dout = inputs
+    out, saved = layer.forward(*qkv, plan, return_max_logit=True, sinks=sinks)
+    arrays = out, saved.lse, saved.max_logit, *layer.backward(dout, saved)
+    return dict(zip((*FIELDS, DSINKS)[: len(arrays)], arrays, strict=True))
+
+
+def on_host(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {field: to_host(x) for field, x in results.items()}
+
+
 def run(
     case: Case, cp_size: int, dtype: Any, *, xp: Any = np, fill: float = np.nan, seed: int = 0,
-    wrap: Callable[[Any], Any] = lambda x: x, **options: Any,
+    wrap: Callable[[Any], Any] = lambda x: x, call: Callable[..., dict[str, Any]] = step,
+    comm_of: Callable[[thdattn.comm.Comm], Any] = lambda comm: comm, batch: thdattn.PackedBatch | None = None,
+    **options: Any,
 ) -> Outcome:
-    """Forward and backward of a case over cp_size simulated ranks; `wrap` makes a user's array of one of xp."""
-    batch, key_batch = case.batch(cp_size), case.key_batch()
-    sharding = thdattn.Sharding(batch, cp_size, case.sharding)
-    inputs, sinks = random_inputs(case, dtype, seed), random_sinks(case, dtype, seed)
+    """Run forward and backward of a case over cp_size simulated ranks.
 
-    def program(comm: thdattn.comm.Comm) -> dict[str, np.ndarray]:
-        attention = case.attention(comm, dtype, **options)
-        plan = attention.plan(batch, case.sharding, key_batch)
-        here = batch, sharding.rows(comm.rank)
-        keys = here if key_batch is None else (key_batch, np.arange(key_batch.total_rows))
-        q, k, v, dout = (
-            wrap(xp.asarray(local_rows(*side, x, fill)))
-            for side, x in zip((here, keys, keys, here), inputs, strict=True)
-        )
-        given = None if sinks is None else wrap(xp.asarray(sinks))
-        out, saved = attention.forward(q, k, v, plan, return_max_logit=True, sinks=given)
-        gradients = attention.backward(dout, saved)
-        return {field: to_host(x) for field, x in zip(
-            fields_of(case), (out, saved.lse, saved.max_logit, *gradients), strict=True)}
+    Args:
+        wrap: makes a user's array of one of xp.
+        call: as step.
+        comm_of: makes what CPAttention takes of a rank's comm.
+        batch: replaces that of the case.
+        options: of CPAttention.
+    """
+    batch, key_batch = batch or case.batch(cp_size), case.key_batch()
 
-    return assemble(sharding, thdattn.comm.run_local(cp_size, program, timeout=240), key_batch)
+    def program(comm: thdattn.comm.Comm) -> tuple[dict[str, np.ndarray], thdattn.Sharding]:
+        layer = case.attention(comm_of(comm), dtype, **options)
+        plan = layer.plan(batch, case.sharding, key_batch)
+        given = {"sinks": wrap(xp.asarray(random_sinks(case, dtype, seed)))} if case.sinks else {}
+        return on_host(call(layer, plan, inputs_of(case, plan, dtype, xp, fill, seed, wrap), **given)), plan.sharding
+
+    ranks = thdattn.comm.run_local(cp_size, program, timeout=240)
+    return assemble(ranks[0][1], [results for results, _ in ranks], key_batch)
 
 
 def assemble(
@@ -406,34 +430,24 @@ def _sample(
     def stored(x: np.ndarray) -> np.ndarray:
         return x.astype(np.float64) if rounding is None else x.astype(rounding).astype(np.float32)
 
-    def kept(x: np.ndarray) -> np.ndarray:
-        return x if fused else stored(x)
-
+    kept = (lambda x: x) if fused else stored
+    q, k, v, dout = inputs
+    seen = position <= picks[:, None]
+    rows = oracle.attention(q[picks], k, v, dout[picks], rounding=rounding, fused=fused, visible=seen)
     q, k, v, dout = map(stored, inputs)
     out = outcome.tokens["out"][: len(q)].astype(q.dtype)
-    result = {"out": np.zeros_like(dout[picks]), "dq": np.zeros_like(q[picks]), "dk": np.zeros_like(k[picks]),
-              "dv": np.zeros_like(v[picks]), "lse": np.zeros((num_heads, len(picks)))}
+    dk, dv = np.zeros_like(k[picks]), np.zeros_like(v[picks])
     for h in range(num_heads):
         g = h // group
-        logits = scale * kept(q[picks, h] @ k[:, g].T)
-        logits[position > picks[:, None]] = -np.inf
-        top = logits.max(axis=1, keepdims=True)
-        weights = np.exp(logits - top)
-        total = weights.sum(axis=1, keepdims=True)
-        result["lse"][h] = (top + np.log(total))[:, 0]
-        p, dp = kept(weights / total), kept(dout[picks, h] @ v[:, g].T)
-        result["out"][:, h] = stored(stored(weights) @ v[:, g] / total if fused else p @ v[:, g])
-        delta = (dout[picks, h] * result["out"][:, h] if fused else p * dp).sum(axis=1, keepdims=True)
-        result["dq"][:, h] = scale * (stored(p * (dp - delta)) @ k[:, g])
-
         logits = scale * kept(q[:, h] @ k[picks, g].T)
         logits[position[:, None] < picks] = -np.inf
         p = kept(np.exp(logits - outcome.tokens["lse"][h, : len(q), None]))
         delta = (dout[:, h] * out[:, h]).sum(axis=1, keepdims=True)
         ds = stored(p * (kept(dout[:, h] @ v[picks, g].T) - delta))
-        result["dk"][:, g] += scale * (ds.T @ q[:, h])
-        result["dv"][:, g] += stored(p).T @ dout[:, h]
-    return {field: x if field == "lse" else stored(x).astype(np.float64) for field, x in result.items()}
+        dk[:, g] += scale * (ds.T @ q[:, h])
+        dv[:, g] += stored(p).T @ dout[:, h]
+    return {"out": rows.out, "lse": rows.lse, "dq": rows.dq} | {
+        field: stored(x).astype(np.float64) for field, x in (("dk", dk), ("dv", dv))}
 
 
 def poisoned_empty(cupy):

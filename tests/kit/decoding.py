@@ -92,36 +92,21 @@ def decode_all(layer: thdattn.CPAttention, texts: Texts, prompts: tuple[int, ...
     return np.concatenate([rows for text in made for rows in text])
 
 
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, rounding: Any = None, fused: bool = False
-           ) -> SimpleNamespace:
-    """out (rows, num_heads, v_head_dim) and lse (num_heads, rows) of every query row over its range of keys.
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, **how: Any) -> SimpleNamespace:
+    """Return out (rows, num_heads, v_head_dim) and lse (num_heads, rows) of every query row over its range of keys.
 
-    rounding, fused: as in oracle.attention. Rows that see nothing are 0 and -inf.
+    how: rounding and fused, as in oracle.attention. Rows that see nothing are 0 and -inf.
     """
-    def stored(x: np.ndarray) -> np.ndarray:
-        return x.astype(np.float64) if rounding is None else x.astype(rounding).astype(np.float32)
-
-    kept = (lambda x: x) if fused else stored
-    (num_rows, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
-    out, lse = np.zeros((num_rows, num_heads, v.shape[2])), np.full((num_heads, num_rows), -np.inf)
-    for row, (begin, end) in enumerate(ranges.tolist()):
-        if begin >= end:
-            continue
-        for head in range(num_heads):
-            kv_head = head * num_kv_heads // num_heads
-            keys, values = stored(k[begin:end, kv_head]), stored(v[begin:end, kv_head])
-            logits = head_dim**-0.5 * kept(keys @ stored(q[row, head]))
-            weights = np.exp(logits - logits.max())
-            total = weights.sum()
-            lse[head, row] = logits.max() + np.log(total)
-            out[row, head] = stored(stored(weights) @ values / total if fused else kept(weights / total) @ values)
-    return SimpleNamespace(out=out, lse=lse)
+    made = [oracle.attention(q[row : row + 1], k[begin:end], v[begin:end], causal=False, **how)
+            for row, (begin, end) in enumerate(ranges.tolist())]
+    return SimpleNamespace(out=np.concatenate([x.out for x in made]), lse=np.concatenate([x.lse for x in made], axis=1))
 
 
 def check_rows(actual: tuple[Any, Any], q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray) -> None:
     """Asserts that (out, lse) are what `attend` says, by the accuracy rule; 0 and -inf where nothing is seen."""
     out, lse = map(to_host, actual)
-    exact, plain, fused = (attend(q, k, v, ranges, *how) for how in ((), (q.dtype,), (q.dtype, True)))
+    exact, plain, fused = (attend(q, k, v, ranges, **how) for how in (
+        {}, {"rounding": q.dtype}, {"rounding": q.dtype, "fused": True}))
     blind = ranges[:, 0] >= ranges[:, 1]
     assert not out[blind].any() and (lse[:, blind] == -np.inf).all()
     verdict = oracle.judge(out, exact.out, plain.out, fused.out if q.dtype.itemsize == 2 else None)

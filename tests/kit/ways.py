@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from cases import DSINKS, FIELDS, Case, Outcome, assemble, local_rows, random_inputs, random_sinks, to_host
+from cases import Case, Outcome, run
 
 import thdattn
 from thdattn.comm import Comm
@@ -49,40 +47,10 @@ def attention(case: Case, way: Way, comm: Comm, dtype: Any, **options: Any) -> t
     return case.attention(way.comm(comm), dtype, cp_comm_type=way.cp_comm_type, **options)
 
 
-def inputs_of(case: Case, plan: thdattn.Plan, dtype: Any, xp: Any = np, fill: float = np.nan, seed: int = 0
-              ) -> list[Any]:
-    """This rank's q, k, v, dout, of which rows without a token are `fill`."""
-    rows = to_host(plan.rows)
-    return [xp.asarray(local_rows(plan.batch, rows, x, fill)) for x in random_inputs(case, dtype, seed)]
-
-
-def step(layer: thdattn.CPAttention, plan: thdattn.Plan, inputs: list[Any], sinks: Any = None) -> dict[str, Any]:
-    """What a forward and a backward return."""
-    *qkv, dout = inputs
-    out, saved = layer.forward(*qkv, plan, return_max_logit=True, sinks=sinks)
-    arrays = out, saved.lse, saved.max_logit, *layer.backward(dout, saved)
-    return dict(zip((*FIELDS, DSINKS)[: len(arrays)], arrays, strict=True))
-
-
-def on_host(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {field: to_host(x) for field, x in results.items()}
-
-
-def run_way(
-    case: Case, way: Way, dtype: Any, *, xp: Any = np, fill: float = np.nan,
-    call: Callable[..., dict[str, Any]] = step, **options: Any,
-) -> Outcome:
-    """Forward and backward of a case over simulated ranks; call: as step does."""
-    batch = way.batch(case)
-
-    def program(comm: Comm) -> tuple[dict[str, np.ndarray], thdattn.Sharding]:
-        layer = attention(case, way, comm, dtype, **options)
-        plan = layer.plan(batch, way.sharding)
-        given = {"sinks": xp.asarray(random_sinks(case, dtype))} if case.sinks else {}
-        return on_host(call(layer, plan, inputs_of(case, plan, dtype, xp, fill), **given)), plan.sharding
-
-    ranks = thdattn.comm.run_local(way.cp_size, program, timeout=240)
-    return assemble(ranks[0][1], [results for results, _ in ranks])
+def run_way(case: Case, way: Way, dtype: Any, **options: Any) -> Outcome:
+    """Run forward and backward of a case over simulated ranks; options: of cases.run."""
+    return run(replace(case, sharding=way.sharding, cp_comm_type=way.cp_comm_type), way.cp_size, dtype,
+               comm_of=way.comm, batch=way.batch(case), **options)
 
 
 def ways(*grids: tuple[int, int], sizes: tuple[int, ...] = (), heads: tuple[int, ...] = ()) -> list[Way]:

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("cupy")  # which peer memory loads
 import cases
 import numpy as np
-import ways
 from cases import BFLOAT16, Case, check, run, to_host
 from delays import inputs_of
 from loopback import SIZE, Loopback, Mirror
@@ -135,8 +134,8 @@ def test_slices_through_peer_memory_are_those_of_copies(cupy, monkeypatch, kind,
         layer = case.attention(comm, BFLOAT16, engine="cuda", deterministic=True, cp_comm_type=kind,
                                keep_keys=keep_keys, head_groups=head_groups)
         plan = layer.plan(case.batch(SIZE), sharding)
-        inputs = ways.inputs_of(case, plan, BFLOAT16, cupy, fill=0)
-        return [[to_host(x).tobytes() for x in ways.step(layer, plan, inputs).values()] for _ in range(3)]
+        inputs = cases.inputs_of(case, plan, BFLOAT16, cupy, fill=0)
+        return [[to_host(x).tobytes() for x in cases.step(layer, plan, inputs).values()] for _ in range(3)]
 
     with cupy.cuda.Stream(non_blocking=True):
         comm = Loopback(monkeypatch)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, FIELDS, Case, check, gpu_only, to_host
-from ways import BY_NAME, MORE_WAYS, TELLING, WAYS, Way, attention, inputs_of, of, run_way, step, ways
+from cases import BFLOAT16, FIELDS, Case, check, gpu_only, inputs_of, step, to_host
+from ways import BY_NAME, MORE_WAYS, TELLING, WAYS, Way, attention, of, run_way, ways
 
 import thdattn
 from thdattn import PackedBatch, Sharding

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16
-from ways import BY_NAME, TELLING, Way, attention, inputs_of, of
+from cases import BFLOAT16, inputs_of
+from ways import BY_NAME, TELLING, Way, attention, of
 
 import thdattn
 from thdattn import PackedBatch, Sharding

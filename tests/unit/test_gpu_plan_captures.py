@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, FIELDS, Case, assemble, check, local_rows, random_inputs, to_host
+from cases import BFLOAT16, FIELDS, Case, assemble, check, local_rows, on_host, random_inputs, step, to_host
 from test_gpu_graph import Layer, check_arrays, host_batch
-from ways import Way, attention, on_host, step
+from ways import Way, attention
 
 import thdattn
 

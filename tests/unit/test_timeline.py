@@ -12,9 +12,9 @@ from dataclasses import replace
 import mixer_cases
 import numpy as np
 import pytest
-from cases import Case
+from cases import Case, inputs_of, step
 from launch import run_ranks
-from ways import TELLING, Way, attention, inputs_of, step
+from ways import TELLING, Way, attention
 
 import thdattn
 from thdattn import spans, timeline

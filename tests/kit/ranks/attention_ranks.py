@@ -21,9 +21,9 @@ from thdattn.methods import group_cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import machines
-from cases import BFLOAT16, CASES, FIELDS, assemble, check, local_rows, random_inputs, to_host
+from cases import BFLOAT16, CASES, FIELDS, assemble, check, inputs_of, on_host, step, to_host
 from ranks.comm_contract import join
-from ways import Way, inputs_of, on_host, step, ways
+from ways import Way, ways
 
 NAMES = ("worked-example", "edge-lengths", "all-empty", "no-sequences-slack", "gqa-12-2", "causal", "window-two-sided",
          "window-causal-contiguous", "capacity-contiguous", "fewer-tokens-than-ranks", "ranks-of-padding")
@@ -145,17 +145,11 @@ def gather(comm: thdattn.comm.Comm, result: dict[str, np.ndarray]) -> list[dict[
 
 
 def attend(comm: thdattn.comm.Comm, xp: Any, case: Any, dtype: Any) -> dict[str, np.ndarray]:
-    """Forward and backward of this rank's rows; rows without a token are NaN."""
-    batch = case.batch(comm.size)
+    """Run forward and backward of this rank's rows; rows without a token are NaN."""
     attention = case.attention(comm, dtype)
     assert attention.engine == ("cuda" if "cuda" in comm.devices else "reference")
-    plan = attention.plan(batch, case.sharding)
-    q, k, v, dout = (
-        xp.asarray(local_rows(batch, to_host(plan.rows), x, np.nan)) for x in random_inputs(case, dtype)
-    )
-    out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
-    arrays = (out, saved.lse, saved.max_logit, *attention.backward(dout, saved))
-    return {field: to_host(x) for field, x in zip(FIELDS, arrays, strict=True)}
+    plan = attention.plan(case.batch(comm.size), case.sharding)
+    return on_host(step(attention, plan, inputs_of(case, plan, dtype, xp)))
 
 
 def fail_on_one_rank(comm: thdattn.comm.Comm, xp: Any) -> None:

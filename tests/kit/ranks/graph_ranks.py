@@ -37,7 +37,6 @@ MASKS = {
 }
 RINGS = ("causal", "dual_chunk"), ("window", "contiguous"), ("two-sided", "balanced"), ("trees", "balanced")
 TREES = "trees"  # a causal mask, and packs of trees
-NUM_MICRO_BATCHES, NUM_STEPS = 3, 4
 
 
 def packs(cp_size: int, count: int, seed: int = 0) -> list[PackedBatch]:
@@ -264,116 +263,6 @@ def replay_mixers(comm: thdattn.comm.Comm, cupy: Any, count: int = 20, norm: str
         graphs.close()
 
 
-# --- layers, micro-batches and steps -----------------------------------------------------------------------------
-
-
-class Layer:
-    """x + attention(x * w) with a weight per head and column, whose gradient is added to dw."""
-
-    def __init__(self, cupy: Any, attention: thdattn.CPAttention, seed: int) -> None:
-        shape = attention.num_heads, attention.head_dim
-        rng = np.random.default_rng(seed)
-        self.attention = attention
-        self.w = cupy.asarray(rng.uniform(0.5, 1.5, shape).astype(np.float16))
-        self.dw = cupy.zeros(shape, np.float32)
-
-    def forward(self, x: Any, plan: thdattn.Plan) -> tuple[Any, Any]:
-        q = x * self.w
-        keys = q[:, : self.attention.num_kv_heads]
-        out, saved = self.attention.forward(q, keys, keys * np.float16(0.5), plan)
-        return x + out, (x, saved)
-
-    def backward(self, dy: Any, kept: Any) -> Any:
-        x, saved = kept
-        dq, dk, dv = self.attention.backward(dy, saved)
-        dh = dq.astype(np.float32)
-        dh[:, : self.attention.num_kv_heads] += dk.astype(np.float32) + dv.astype(np.float32) * np.float32(0.5)
-        self.dw += (dh * x).sum(axis=0)
-        return (dy + dh * self.w).astype(np.float16)
-
-
-def make_layers(comm: thdattn.comm.Comm, cupy: Any) -> list[Layer]:
-    """Three layers of two masks."""
-    full, near = (
-        thdattn.CPAttention(comm, 4, 64, 2, dtype="float16", engine="cuda", deterministic=True, window=window)
-        for window in ((-1, -1), (50, 0))
-    )
-    return [Layer(cupy, attention, seed) for seed, attention in enumerate((full, near, full))]
-
-
-def one_pass(passes: list[tuple[Any, Any]], x: Any, dy: Any, plans: Any) -> Any:
-    """Forward and backward of layers, each a (forward, backward)."""
-    kept = []
-    for number, (forward, _) in enumerate(passes):
-        x, keep = forward(x, plans[number % 2])
-        kept.append(keep)
-    for _, backward in reversed(passes):
-        dy = backward(dy, kept.pop())
-    return dy
-
-
-def train(comm: thdattn.comm.Comm, cupy: Any, impl: str, single_pool: bool = True) -> list[bytes]:
-    """The gradients of every step, and dx of every micro-batch; in one step a micro-batch does not fit."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    stream.use()  # not with: a capture must not end on another stream
-    layers = make_layers(comm, cupy)
-    graphs = Graphs(comm, CudaGraphConfig(impl=impl, max_packed_seqs=MAX_SEQS, warmup_steps=1, single_pool=single_pool))
-    at_once = NUM_MICRO_BATCHES if impl == "full_iteration" else 1
-    pack = StaticPack(graphs, [layers[0].attention, layers[1].attention], ROWS, num_batches=at_once)
-    eager = [(layer.forward, layer.backward) for layer in layers]
-    pairs = [graphs.pair(layer.forward, layer.backward, f"layer {i}") for i, layer in enumerate(layers)]
-    captured = [(pair.forward, pair.backward) for pair in pairs]
-
-    def step(data: list[tuple[Any, Any]]) -> list[Any]:
-        return [one_pass(eager, x, dy, pack.plans(number)) for number, (x, dy) in enumerate(data)]
-
-    whole, results = graphs.captured(step, "step"), []
-    for number in range(NUM_STEPS):
-        batches = packs(comm.size, 10, seed=number)[3 : 3 + NUM_MICRO_BATCHES]  # which all fit
-        if number == 2:
-            batches[1] = packs(comm.size, 10)[2]
-        shardings = [Sharding(pack.padded(batch), comm.size) for batch in batches]
-        data = [_floats(cupy, sharding, comm.rank, 10 * number + i) for i, sharding in enumerate(shardings)]
-        for layer in layers:
-            layer.dw.fill(0)
-        if impl == "full_iteration" and pack.fits(batches):
-            pack.load(batches)
-            results += [to_host(x) for x in whole(data)]
-        else:
-            for batch, sharding, (x, dy) in zip(batches, shardings, data, strict=True):
-                if impl == "local" and pack.fits([batch]):
-                    pack.load([batch])
-                    dx = one_pass(captured, x, dy, pack.plans())
-                else:
-                    plans = [layer.attention.plan(sharding.batch, sharding) for layer in layers[:2]]
-                    dx = one_pass(eager, x, dy, plans)
-                results.append(to_host(dx))
-        results += [to_host(layer.dw) for layer in layers]
-        for layer in layers:
-            layer.w *= np.float16(0.9)  # every replay sees the new weights
-    assert cupy.cuda.get_current_stream() == stream
-    assert graphs.num_overflows == (impl != "none")
-    graphs.close()
-    stream.synchronize()
-    cupy.cuda.Stream.null.use()
-    return [x.tobytes() for x in results]
-
-
-def _floats(cupy: Any, sharding: Sharding, rank: int, seed: int) -> tuple[Any, Any]:
-    """x and dy, of which padding is 0 as it would reach the weights' gradient."""
-    rng = np.random.default_rng(seed)
-    tokens = (rng.standard_normal((sharding.batch.total_tokens, 4, 64), np.float32).astype(np.float16) for _ in "xy")
-    x, dy = (cupy.asarray(local_rows(sharding.batch, sharding.rows(rank), token, 0)) for token in tokens)
-    return x, dy
-
-
-def check_training(comm: thdattn.comm.Comm, cupy: Any) -> None:
-    wanted = train(comm, cupy, "none")
-    for impl, single_pool in (("local", True), ("local", False), ("full_iteration", True)):
-        found = train(comm, cupy, impl, single_pool)
-        assert [x == y for x, y in zip(found, wanted, strict=True)] == [True] * len(wanted), (impl, single_pool)
-
-
 # --- plans -------------------------------------------------------------------------------------------------------
 
 
@@ -508,7 +397,7 @@ def cycles(comm: thdattn.comm.Comm, cupy: Any, count: int = 20) -> None:
 # Each is run over several ranks by test_gpu_graphs.py.
 SCENARIOS: dict[str, Callable[[thdattn.comm.Comm, Any], None]] = {
     "packs": replay_masks, "methods": replay_methods, "balanced": replay_balanced, "overlapped": replay_overlapped,
-    "trees": replay_trees, "mixers": replay_mixers, "training": check_training, "plans": check_shardings,
+    "trees": replay_trees, "mixers": replay_mixers, "plans": check_shardings,
 }
 
 
