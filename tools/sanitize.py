@@ -51,6 +51,7 @@ REPORT = re.compile(
 KERNEL = re.compile(r"\bthd_\w+")
 LOADED = "loaded kernels:"
 MBARRIERS = "mbarriers order bulk copies, reads and writes; racecheck does not follow them"
+SOME_MEET = "some warps meet alone; racecheck then misplaces asynchronous copies, which barriers of all warps order"
 NAMED = "two roles meet at one named barrier in two places"
 HIDDEN = "rows in front that a mask discards"
 # (tool, kernel, kind): why a report is no defect. The kernels' sources say more.
@@ -62,6 +63,7 @@ EXPLAINED = {
                       "thd_ssd_bwd_sm90")},
     **{("racecheck", "thd_ssd_scan", f"Race reported between {access} access"): "bar.arrive orders reads before writes"
        for access in ("Read", "Write")},
+    **{("racecheck", "thd_attn_bwd", f"Race reported between {access} access"): SOME_MEET for access in ("Read", "Write")},
     **{("synccheck", kernel, "Barrier error detected"): NAMED for kernel in ("thd_ssd_scan", "thd_ssd_bwd_sm90")},
     **{("initcheck", kernel, "Uninitialized __global__ memory read"): HIDDEN
        for kernel in ("thd_mixer_conv", "thd_mixer_conv_bwd", "thd_ssd_conv_states_sm90")},
