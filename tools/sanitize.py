@@ -63,7 +63,8 @@ EXPLAINED = {
                       "thd_ssd_bwd_sm90")},
     **{("racecheck", "thd_ssd_scan", f"Race reported between {access} access"): "bar.arrive orders reads before writes"
        for access in ("Read", "Write")},
-    **{("racecheck", "thd_attn_bwd", f"Race reported between {access} access"): SOME_MEET for access in ("Read", "Write")},
+    **{("racecheck", "thd_attn_bwd", f"Race reported between {access} access"): SOME_MEET
+       for access in ("Read", "Write")},
     **{("synccheck", kernel, "Barrier error detected"): NAMED for kernel in ("thd_ssd_scan", "thd_ssd_bwd_sm90")},
     **{("initcheck", kernel, "Uninitialized __global__ memory read"): HIDDEN
        for kernel in ("thd_mixer_conv", "thd_mixer_conv_bwd", "thd_ssd_conv_states_sm90")},
