@@ -37,10 +37,10 @@ def as_rank_of(real: Any, size: int) -> Comm:
             f"found {real.size} real ranks {'with' if real.reads_peers else 'without'} peer memory to behave as ranks "
             f"of {size}, wanted 2 with it as ranks of 2 to {MAX_RANKS}; start the program with mpiexec -n 2"
         )
-    memory = transport.PeerMemory(World(real._world, size), Window)
+    memory = transport.PeerTransport(World(real._world, size), Window)
     real.before_close(memory.close)
     comm: Any = copy(real)
-    comm.size, comm._beside = size, memory
+    comm.size, comm._transport = size, memory
     made: Comm = comm
     return made
 

@@ -9,14 +9,12 @@ import math
 import operator
 import reprlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from thdattn.engines import Engine
-
+Array = Any  # a NumPy array on the host, a CuPy array on a GPU
 INT32_MAX = 2**31 - 1
 UNLIMITED = 2**30  # a window this wide counts as unlimited, so that position + window fits in int32
 
@@ -42,6 +40,11 @@ def shown(value: Any) -> str:
 def found(value: Any) -> str:
     """Return a short repr of a value with its type, for a message about a wrong type."""
     return shown(value) if is_array(value) else f"{shown(value)}, a {type(value).__name__}"
+
+
+def in_units(num_bytes: int) -> str:
+    """Return a number of bytes in GiB or MiB, for a message."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def check_kind(name: str, value: Any, kind: type, remedy: str) -> None:
@@ -208,19 +211,17 @@ def as_host_ints(name: str, x: Any) -> NDArray[Any]:
 
 
 def as_array(
-    engine: Engine, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], shape_remedy: str,
-    dtype_remedy: str,
-) -> Any:
-    """Return the engine's array of what a user passed: C-contiguous, and of this shape and dtype.
+    name: str, x: Array, shape: tuple[int, ...], dtype: np.dtype[Any], shape_remedy: str, dtype_remedy: str
+) -> Array:
+    """Return an engine's array if it has this shape and dtype.
 
     Args:
         shape_remedy, dtype_remedy: the ends of the messages, behind the shape and the dtype wanted.
 
     Raises:
-        TypeError: an array of another dtype, on the wrong device, or none.
-        ValueError: an array of another shape.
+        TypeError: it has another dtype.
+        ValueError: it has another shape.
     """
-    x = engine.from_user(name, x)
     if x.dtype != dtype:
         raise TypeError(f"{name} is {x.dtype}, wanted {dtype}{dtype_remedy}")
     if x.shape != shape:

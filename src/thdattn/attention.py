@@ -476,7 +476,7 @@ class CPAttention:
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
         return as_array(
-            self._engine, name, x, shape, self.dtype,
+            name, self._engine.from_user(name, x), shape, self.dtype,
             " = (local_rows, heads, width); pass this rank's rows (Sharding.shard cuts them out) with the heads that "
             "CPAttention was made for", "; cast it, or make CPAttention(dtype=...) match",
         )
@@ -491,7 +491,8 @@ class CPAttention:
             )
         if sinks is None:
             return None
-        return as_array(self._engine, "sinks", sinks, (self.num_heads,), lse_dtype(self.dtype),
+        sinks = self._engine.from_user("sinks", sinks)
+        return as_array("sinks", sinks, (self.num_heads,), lse_dtype(self.dtype),
                         "; pass a logit for every query head", ", as lse; cast it")
 
     def _checked_keys(self, k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:

@@ -129,7 +129,8 @@ class KVCache:
         return self._kept.memoize(key, make, self._engine.capture)
 
     def _checked(self, name: str, x: Array, like: Array, plan: Plan) -> Any:
-        return as_array(self._engine, name, x, (plan.local_key_rows, *like.shape[2:]), like.dtype,
+        x, shape = self._engine.from_user(name, x), (plan.local_key_rows, *like.shape[2:])
+        return as_array(name, x, shape, like.dtype,
                         " = (local_key_rows, num_kv_heads, width); pass what forward got", " as in the cache; cast it")
 
 

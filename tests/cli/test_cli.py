@@ -18,7 +18,7 @@ import thdattn
 from thdattn import __version__, install
 from thdattn.__main__ import main
 from thdattn.cli import check, info
-from thdattn.comm.nccl import NcclComm
+from thdattn.comm.nccl.comm import NcclComm
 from thdattn.engines import reference, select
 from thdattn.install import remedy
 from thdattn.jit import cache

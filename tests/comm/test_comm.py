@@ -16,8 +16,9 @@ from ranks.comm_contract import check_contract
 from ranks.comm_groups import check_groups
 
 import thdattn.comm
-from thdattn.comm import bootstrap, launcher, mpi, nccl
+from thdattn.comm import bootstrap, launcher, mpi
 from thdattn.comm.failures.watchdog import Watch
+from thdattn.comm.nccl import gpus
 
 
 def test_single_rank_keeps_the_contract():
@@ -296,7 +297,7 @@ def test_group_that_was_closed_is_closed_once(monkeypatch):
 def test_import_needs_neither_mpi_nor_cupy_nor_torch():
     program = (
         "import sys; sys.modules['cupy'] = sys.modules['mpi4py'] = sys.modules['torch'] = None\n"
-        "import thdattn.comm, thdattn.comm.local, thdattn.comm.mpi, thdattn.comm.nccl, thdattn.comm.torch\n"
+        "import thdattn.comm, thdattn.comm.local, thdattn.comm.mpi, thdattn.comm.nccl.comm, thdattn.comm.torch\n"
         "assert thdattn.comm.run_local(2, lambda comm: comm.rank) == [0, 1]"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={"PYTHONPATH": str(SOURCE)})
@@ -358,14 +359,14 @@ def chosen(monkeypatch):
         monkeypatch.setattr(mpi, "connect", lambda started_by, timeout: World(started_by.size, rank))
         monkeypatch.setattr(mpi, "watch", lambda world, timeout: Watch("rank 0 of 2", timeout, None))
         monkeypatch.setattr(mpi, "MpiComm", lambda world, timeout, no_gpus="": ("mpi", world.size))
-        monkeypatch.setattr(nccl, "survey", lambda world, timeout: answers)
-        monkeypatch.setattr(nccl, "NcclComm", lambda world, gpus, timeout, transport: ("nccl", gpus))
+        monkeypatch.setattr(gpus, "survey", lambda world, timeout: answers)
+        monkeypatch.setattr(bootstrap, "NcclComm", lambda world, gpus, timeout, transport: ("nccl", gpus))
         return thdattn.comm.init(backend)
 
     return init
 
 
-GPUS = [nccl.Gpu(0, "node", "0000:01:00.0", "aa"), nccl.Gpu(1, "node", "0000:02:00.0", "bb")]
+GPUS = [gpus.Gpu(0, "node", "0000:01:00.0", "aa"), gpus.Gpu(1, "node", "0000:02:00.0", "bb")]
 
 
 def test_auto_takes_nccl_where_every_rank_has_a_gpu(chosen):

@@ -13,10 +13,15 @@ import pytest
 from fake_mpi import World
 
 import thdattn.comm
-from thdattn.comm import mpi, nccl
+from thdattn.comm import mpi
+from thdattn.comm.failures import streams
 from thdattn.comm.failures.watchdog import Watch
+from thdattn.comm.nccl import comm as backend
+from thdattn.comm.nccl import gpus as nccl_gpus
+from thdattn.comm.nccl.comm import NcclComm
+from thdattn.comm.nccl.gpus import SHARE, Gpu, choose, survey
 
-PEER_MEMORY, SIDE_NCCL = nccl._peer_memory, nccl._side_nccl  # before stand-ins take their place
+PEER_TRANSPORT, NCCL_TRANSPORT = backend._peer_transport, backend._nccl_transport  # before stand-ins take their place
 FULL = b"\xff"  # uuid of a GPU without free memory
 
 
@@ -84,24 +89,25 @@ def start(monkeypatch):
     peer: the ranks' peer memory, or None, and why.
     """
     found = [(None, "stand-ins have none")]
-    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: found[-1])
-    monkeypatch.setattr(nccl, "_side_nccl", lambda world, module, main: None)
+    monkeypatch.setattr(backend, "_peer_transport", lambda world, gpus, transport: found[-1])
+    monkeypatch.setattr(backend, "_nccl_transport", lambda world, module, main: None)
     mine = threading.local()
     opened = []
-    monkeypatch.setattr(nccl, "load", lambda: (mine.cupy, mine.nccl))
+    for module in (backend, nccl_gpus):
+        monkeypatch.setattr(module, "load", lambda: (mine.cupy, mine.nccl))
     monkeypatch.setattr(mpi, "local_rank", lambda world: world.rank)
     monkeypatch.setattr(mpi, "free", lambda communicator: None)
     monkeypatch.setattr(mpi, "watch", lambda world, timeout: Watch(f"rank {world.rank}", timeout, None))
-    monkeypatch.setattr(nccl, "_lanes", {})
-    monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
+    monkeypatch.setattr(streams, "_lanes", {})
+    monkeypatch.setattr(streams, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
     monkeypatch.setattr(mpi, "find_ranks", lambda world, watched: None)
     monkeypatch.setenv("THDATTN_HOST", "node7")
-    monkeypatch.delenv(nccl.SHARE, raising=False)
+    monkeypatch.delenv(SHARE, raising=False)
 
     def join(simulated, gpus, stand_in):
         mine.cupy, mine.nccl = make_cupy(gpus), stand_in
         world = World(simulated)
-        comm = nccl.NcclComm(world, nccl.choose(nccl.survey(world, 10.0)), 10.0)
+        comm = NcclComm(world, choose(survey(world, 10.0)), 10.0)
         opened.append(comm)
         return comm
 
@@ -143,25 +149,25 @@ def test_ranks_that_see_one_gpu_each_take_it(start):
 
 
 def test_ranks_share_gpus_where_nccl_is_told_to_let_them(start, monkeypatch):
-    monkeypatch.setenv(nccl.SHARE, "1")
+    monkeypatch.setenv(SHARE, "1")
     assert start([FOUR_GPUS[:2]] * 4, lambda comm: comm._gpu) == [0, 1, 0, 1]
-    monkeypatch.setenv(nccl.SHARE, "0")
+    monkeypatch.setenv(SHARE, "0")
     (refusal, *_) = start.refusals([FOUR_GPUS[:1]] * 2)
     assert refusal.startswith("ranks 0 and 1 have the same GPU")
 
 
 def test_ranks_of_which_one_was_not_told_so_are_refused():
-    answers = [(True, nccl.Gpu(0, "node7", "0000:0b:00.0", "aa", shareable)) for shareable in (True, False)]
-    with pytest.raises(RuntimeError, match=f"ranks 0 and 1 have the same GPU.*set {nccl.SHARE}=1 on all ranks"):
-        nccl.choose(answers)
+    answers = [(True, Gpu(0, "node7", "0000:0b:00.0", "aa", shareable)) for shareable in (True, False)]
+    with pytest.raises(RuntimeError, match=f"ranks 0 and 1 have the same GPU.*set {SHARE}=1 on all ranks"):
+        choose(answers)
 
 
 def test_equal_gpus_of_two_nodes_are_two():
     # Both uuids were cut at a 0 byte; the nodes are built alike.
-    gpus = [nccl.Gpu(0, host, "0000:0b:00.0", "") for host in ("node7", "node8")]
-    assert nccl.choose([(True, gpu) for gpu in gpus]) == gpus
+    gpus = [Gpu(0, host, "0000:0b:00.0", "") for host in ("node7", "node8")]
+    assert choose([(True, gpu) for gpu in gpus]) == gpus
     with pytest.raises(RuntimeError, match=r"ranks 0 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7"):
-        nccl.choose([(True, gpu) for gpu in (*gpus, gpus[0])])
+        choose([(True, gpu) for gpu in (*gpus, gpus[0])])
 
 
 def no_id():
@@ -233,7 +239,7 @@ def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
 def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
     peer = peer_memory(gather_heads=lambda sends, recvs, at_once: [],
                        reduce_partials=lambda *arguments: thdattn.comm.no_wait)
-    monkeypatch.setattr(nccl.NcclComm, "watched", lambda *arguments: nullcontext())
+    monkeypatch.setattr(NcclComm, "watched", lambda *arguments: nullcontext())
 
     def program(comm):
         keys, result = (np.zeros((5, 2, 4), np.float32) for _ in range(2))
@@ -285,7 +291,7 @@ def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, m
     def written(stream, address, number, flags):
         done.append((stream, address, number))
 
-    monkeypatch.setattr(nccl, "_stream_writes", lambda: written)
+    monkeypatch.setattr(streams, "_stream_writes", lambda: written)
     monkeypatch.setattr(Communicator, "allReduce", lambda self, *arguments: done.append("NCCL"), raising=False)
 
     def program(comm):
@@ -304,13 +310,13 @@ def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, m
 
 
 def test_driver_that_cannot_have_streams_write_is_said_to_have_no_deadline(start, monkeypatch, caplog):
-    monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda *arguments: 801)
+    monkeypatch.setattr(streams, "_stream_writes", lambda: lambda *arguments: 801)
     start([[b"\x0a"], [b"\x0b"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
     assert "(cuStreamWriteValue32: error 801), so no deadline holds for collectives on this GPU" in caplog.text
 
 
 def test_nothing_is_written_into_a_stream_that_is_captured(start, monkeypatch):
-    monkeypatch.setattr(nccl, "_stream_writes", lambda: pytest.fail)
+    monkeypatch.setattr(streams, "_stream_writes", lambda: pytest.fail)
 
     def program(comm):
         comm._cupy.cuda.get_current_stream().is_capturing = lambda: True
@@ -321,7 +327,7 @@ def test_nothing_is_written_into_a_stream_that_is_captured(start, monkeypatch):
 
 
 def test_rank_that_is_alone_is_not_watched(start, monkeypatch):
-    monkeypatch.setattr(nccl, "_stream_writes", lambda: pytest.fail)
+    monkeypatch.setattr(streams, "_stream_writes", lambda: pytest.fail)
     start([[b"\x0a"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
 
 
@@ -346,19 +352,17 @@ def test_ranks_say_how_keys_travel_between_them_and_why(start, reason, transport
 
 @pytest.mark.parametrize("transport", ["auto", "peer", "nccl"])
 def test_one_rank_has_no_peers_whatever_transport_its_group_was_split_from(transport):
-    assert PEER_MEMORY(None, [FOUR_GPUS], transport) == (None, "there is one rank")
+    assert PEER_TRANSPORT(None, [FOUR_GPUS], transport) == (None, "there is one rank")
 
 
 @pytest.mark.parametrize(("ranks", "wanted", "ctas"), [(1, "4", None), (2, None, 4), (2, "6", 6), (2, "0", None)])
 def test_several_ranks_without_peer_memory_have_collectives_beside_kernels(monkeypatch, ranks, wanted, ctas):
     pytest.importorskip("cupy")
-    from thdattn.comm.side import transport as side
-
     monkeypatch.delenv("THDATTN_NCCL_CTAS", raising=False)
     if wanted is not None:
         monkeypatch.setenv("THDATTN_NCCL_CTAS", wanted)
-    monkeypatch.setattr(side, "SideNccl", lambda world, module, main, number: (main, number))
-    made = thdattn.comm.run_local(ranks, lambda comm: SIDE_NCCL(World(comm), None, comm.rank))
+    monkeypatch.setattr(backend, "NcclTransport", lambda world, module, main, number: (main, number))
+    made = thdattn.comm.run_local(ranks, lambda comm: NCCL_TRANSPORT(World(comm), None, comm.rank))
     assert made == [ctas and (rank, ctas) for rank in range(ranks)]
 
 
@@ -368,7 +372,7 @@ def test_a_number_of_thread_blocks_that_is_none_is_refused_on_all_ranks(monkeypa
 
     def program(comm):
         with pytest.raises(RuntimeError, match="THDATTN_NCCL_CTAS is no number on rank 0: ValueError"):
-            SIDE_NCCL(World(comm), None, None)
+            NCCL_TRANSPORT(World(comm), None, None)
 
     thdattn.comm.run_local(2, program)
 
@@ -398,7 +402,7 @@ def test_host_array_is_refused_with_the_remedy(start):
 def test_missing_cupy_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(RuntimeError, match=r"CuPy cannot be loaded .*pip install .*\[cuda13\]"):
-        nccl.load()
+        nccl_gpus.load()
 
 
 def test_cupy_without_nccl_says_what_to_install(monkeypatch):
@@ -411,4 +415,4 @@ def test_cupy_without_nccl_says_what_to_install(monkeypatch):
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(RuntimeError, match="CuPy finds no NCCL library; pip install"):
-        nccl.load()
+        nccl_gpus.load()

@@ -18,7 +18,7 @@ from launch import RANKS, all_done, run_torchrun
 from ranks.comm_contract import check_contract
 
 import thdattn.comm
-from thdattn.comm import nccl
+from thdattn.comm.nccl import gpus
 
 torch = pytest.importorskip("torch")
 distributed = pytest.importorskip("torch.distributed")
@@ -168,7 +168,7 @@ def on_gpu_3(group, monkeypatch):
     device = lambda number: SimpleNamespace(use=lambda: setattr(state, "used", number))  # noqa: E731
     stream = lambda: SimpleNamespace(ptr=state.current)  # noqa: E731
     cupy = SimpleNamespace(cuda=SimpleNamespace(Device=device, get_current_stream=stream))
-    monkeypatch.setattr(nccl, "load_cupy", lambda: cupy)
+    monkeypatch.setattr(gpus, "load_cupy", lambda: cupy)
     state.comm = thdattn.comm.from_torch()
     return state
 

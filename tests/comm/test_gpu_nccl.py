@@ -11,7 +11,7 @@ from ranks.comm_contract import check_contract
 
 import thdattn.comm
 from thdattn.cli import info
-from thdattn.comm.nccl import SHARE
+from thdattn.comm.nccl.gpus import SHARE
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from delays import attention, inputs_of, step
 from loopback import SIZE, Loopback, Mirror
 
 from thdattn import PackedBatch
-from thdattn.comm.beside import layout
+from thdattn.comm.overlap import layout
 from thdattn.comm.peer import transport
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.jit.structs import MAX_RANKS, MAX_SLICES, PEER_EXCHANGE, RANK_FLAGS

@@ -16,8 +16,9 @@ from fake_gpus import CUDARuntimeError, Machine, installed
 from fake_mpi import World
 
 import thdattn
-from thdattn.comm import nccl
 from thdattn.comm.failures.outcomes import agreed
+from thdattn.comm.nccl.comm import _peer_transport
+from thdattn.comm.nccl.gpus import Gpu
 from thdattn.comm.peer import transport as peer
 
 SIZE = 3
@@ -35,7 +36,7 @@ def ranks(machine):
     def run(program):
         def one(comm):
             machine.become(comm.rank)
-            memory = peer.PeerMemory(World(comm))
+            memory = peer.PeerTransport(World(comm))
             result = program(memory, machine.gpu)
             memory.close()
             assert not machine.gpu.allocated and not machine.gpu.opened
@@ -245,15 +246,15 @@ def fails_at(step, number=0):
 def test_a_start_that_fails_on_one_rank_says_why_on_all(machine, step, message, transport):
     def program(comm):
         machine.become(comm.rank)
-        gpu, gpus = machine.gpu, [nccl.Gpu(0, "node7", str(rank), "") for rank in range(SIZE)]
+        gpu, gpus = machine.gpu, [Gpu(0, "node7", str(rank), "") for rank in range(SIZE)]
         if comm.rank == 1:
             gpu.refuses = fails_at(*step)
         if transport == "auto":
-            made, why = nccl._peer_memory(World(comm), gpus, transport)
+            made, why = _peer_transport(World(comm), gpus, transport)
             assert made is None
         else:
             with pytest.raises(RuntimeError, match=r"^transport is 'peer', but .*; use transport='auto'") as refused:
-                nccl._peer_memory(World(comm), gpus, transport)
+                _peer_transport(World(comm), gpus, transport)
             why = str(refused.value)
         assert not gpu.allocated and not gpu.opened
         return why
@@ -276,7 +277,7 @@ def test_sizes_that_rise_by_little_leave_two_windows(ranks, call):
             call(memory, number, 100)
         assert told(memory) == held
         memory.close()
-        fresh = peer.PeerMemory(memory._world)
+        fresh = peer.PeerTransport(memory._world)
         call(fresh, 0, num_rows)
         assert told(fresh) == held
         fresh.close()

@@ -18,11 +18,11 @@ from fake_gpus import Stream
 from peer_programs import Pack, Program, machine_of, results
 
 from thdattn.comm import no_wait
-from thdattn.comm.beside.blocks import RECEIVED, Blocks
-from thdattn.comm.beside.transport import Transport
+from thdattn.comm.nccl.transport import NcclTransport
+from thdattn.comm.overlap.blocks import RECEIVED, Blocks
+from thdattn.comm.overlap.transport import Transport
 from thdattn.comm.peer import transport, windows
-from thdattn.comm.peer.transport import PeerMemory
-from thdattn.comm.side.transport import SideNccl
+from thdattn.comm.peer.transport import PeerTransport
 from thdattn.methods import all_gather
 
 SEEDS = 48  # most of the faults below are seen by many of so few
@@ -41,7 +41,7 @@ def test_every_call_reads_the_rows_of_its_own(by_nccl, size, num_seeds):
 
 def test_sums_of_nccl_are_those_in_rank_order():
     """Inputs are integers, whose sums do not depend on the order."""
-    with mock.patch.object(SideNccl, "_adds_in_rank_order", lambda side, wanted: False):
+    with mock.patch.object(NcclTransport, "_adds_in_rank_order", lambda nccl, wanted: False):
         assert not any(results(3, seed, by_nccl=True)[1] for seed in range(16))
 
 
@@ -100,14 +100,14 @@ def arrival_for_the_current_stream(transport, stream):
     return lambda: current_stream(transport).wait_event(event)
 
 
-def next_at_once(side, use, num_bytes, stream):
+def next_at_once(nccl, use, num_bytes, stream):
     """The block is written while a collective may still read it."""
-    return side._blocks.next(use, num_bytes, stream.is_capturing())
+    return nccl._blocks.next(use, num_bytes, stream.is_capturing())
 
 
-def next_sums_at_once(side, use, num_bytes, stream):
+def next_sums_at_once(nccl, use, num_bytes, stream):
     """The same of sums that another stream of a graph has received and may still add."""
-    return (next_at_once if use == RECEIVED else next_of_side)(side, use, num_bytes, stream)
+    return (next_at_once if use == RECEIVED else next_of_nccl)(nccl, use, num_bytes, stream)
 
 
 def blocks_of_graphs(blocks, use, num_bytes, capturing):
@@ -203,7 +203,7 @@ def all_turns(turns, captured, at_once):
     return next_turn(turns, captured, True)
 
 
-next_turn, next_block, next_of_side = all_gather._Turns.next, Blocks.next, SideNccl._next
+next_turn, next_block, next_of_nccl = all_gather._Turns.next, Blocks.next, NcclTransport._next
 PROGRAMS = {
     PEER: (Program.enqueue, sums_beside_replays, gathers_beside_replays, drops_on_another_stream, exchanges),
     NCCL: (Program.enqueue, sums_of_three_layers, drops_at_work, sums_of_two_streams_of_a_graph),
@@ -225,17 +225,17 @@ OF_WINDOWS = {
 FAULTS = {
     PEER: OF_BOTH | OF_WINDOWS | {
         "drops what is on its way": (all_gather.GatheredKV, "__del__", nothing),
-        "keeps what it has nothing to show in": (PeerMemory, "drop_partials", nothing),
+        "keeps what it has nothing to show in": (PeerTransport, "drop_partials", nothing),
     },
     NCCL: OF_BOTH | {
-        "writes what a collective still reads": (SideNccl, "_next", next_at_once),
-        "receives sums while others are added": (SideNccl, "_next", next_sums_at_once),
+        "writes what a collective still reads": (NcclTransport, "_next", next_at_once),
+        "receives sums while others are added": (NcclTransport, "_next", next_sums_at_once),
         "has one set of blocks for graphs and calls": (Blocks, "next", blocks_of_graphs),
         "waits for the collective of another capture": (Blocks, "forget_events", nothing),
     },
 }
 OF_EXCHANGES = OF_WINDOWS | {name: OF_BOTH[name] for name in list(OF_BOTH)[:3]} | {
-    "reads elsewhere before the kernel is done": (PeerMemory, "_behind", lambda memory, stream: nothing),
+    "reads elsewhere before the kernel is done": (PeerTransport, "_behind", lambda memory, stream: nothing),
     "a kernel that writes before the last part was taken": unless("taken"),
     "a kernel that writes what its own rank has yet to read there": unless("taken", of_others=(False,)),
     "a kernel that writes what others have yet to read": unless("taken", of_others=(True,)),

@@ -21,8 +21,8 @@ from peer_programs import HEADS, WIDTH, Pack, Program, machine_of
 
 import thdattn
 from thdattn import spans, timeline
-from thdattn.comm import nccl
-from thdattn.comm.failures import watchdog
+from thdattn.comm.failures import streams, watchdog
+from thdattn.comm.nccl.comm import NcclComm
 from thdattn.comm.peer import transport as peer
 
 GROUPS = 1, 1, 2
@@ -116,7 +116,7 @@ def test_ranks_with_gpus_put_their_bars_on_one_axis(monkeypatch):
 
         def program(comm):
             machine.become(comm.rank)
-            memory = peer.PeerMemory(World(comm))
+            memory = peer.PeerTransport(World(comm))
             with timeline.record(comm) as found:
                 rows = machine.asarray(np.ones((3, HEADS, WIDTH), np.float32))
                 recv = machine.asarray(np.ones((6, HEADS, WIDTH), np.float32))
@@ -154,7 +154,7 @@ pytest.importorskip("cupy")
 def waits(monkeypatch, ranks, cliques, call):
     """What the watchdog finds when these ranks of two have made a call, whose arrivals they have not asked for."""
     monkeypatch.setattr(watchdog, "_watchdog", watchdog._Watchdog())
-    monkeypatch.setattr(nccl, "_lanes", {})
+    monkeypatch.setattr(streams, "_lanes", {})
     with machine_of(2, 0) as machine:
 
         def write(stream, address, number, flags):
@@ -162,14 +162,14 @@ def waits(monkeypatch, ranks, cliques, call):
             machine.streams[stream].put(lambda reached: setattr(place, "value", number))
             return 0
 
-        monkeypatch.setattr(nccl, "_stream_writes", lambda: write)
+        monkeypatch.setattr(streams, "_stream_writes", lambda: write)
         cupy = sys.modules["cupy"]
         cupy.cuda.alloc_pinned_memory = bytearray
         for rank in ranks:
             watch = watchdog.Watch(f"rank {rank}", 3.0, None)
             program = Program(machine, rank, cliques)
             comm = SimpleNamespace(_cupy=cupy, _gpu=0, _watch=watch)
-            program.memory.wait_within(watch.waiting, partial(nccl.NcclComm._watched_stream, comm))
+            program.memory.wait_within(watch.waiting, partial(NcclComm._watched_stream, comm))
             call(program)
         with contextlib.suppress(AssertionError):  # streams wait for ever
             machine.run()

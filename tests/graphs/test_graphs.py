@@ -389,9 +389,10 @@ def test_a_dropped_graph_is_captured_anew(active):
 
 
 def test_simulated_ranks_and_mpi_are_never_captured():
-    from thdattn.comm import local, mpi, nccl
+    from thdattn.comm import local, mpi
+    from thdattn.comm.nccl.comm import NcclComm
 
-    assert thdattn.comm.SingleComm.capturable and nccl.NcclComm.capturable
+    assert thdattn.comm.SingleComm.capturable and NcclComm.capturable
     assert not (local.LocalComm.capturable or mpi.MpiComm.capturable)
 
 

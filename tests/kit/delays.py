@@ -16,8 +16,8 @@ from cases import to_host
 
 import thdattn
 from thdattn import PackedBatch
+from thdattn.comm.nccl.transport import NcclTransport
 from thdattn.comm.peer import transport, windows
-from thdattn.comm.side.transport import SideNccl
 
 HEADS, KV_HEADS = 8, 4
 PACKS = (300, 500), (33, 1, 64, 0, 100) * 3, (900,)
@@ -70,11 +70,10 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
         return cupy.cuda.Stream.from_external(Pointer(args[-1])) if isinstance(args[-1], int) else args[-1]
 
     peers = ((windows.MemOps, "__call__"), (transport._Slice, "pull"), (transport, "_copy_rows"),
-             (transport.PeerMemory, "_copy"), (transport.PeerMemory, "_add"),
-             (SideNccl, "_gather"), (SideNccl, "_exchanged"), (SideNccl, "_reduced"), (SideNccl, "_follow"),
-             (SideNccl, "_recorded"))
+             (transport.PeerTransport, "_copy"), (transport.PeerTransport, "_add"),
+             *((NcclTransport, name) for name in ("_gather", "_exchanged", "_reduced", "_follow", "_recorded")))
     places = [*((cuda, name, current) for name in ENGINE), *((*method, last) for method in peers),
-              (transport.PeerMemory, "all_to_all", current)]
+              (transport.PeerTransport, "all_to_all", current)]
     with contextlib.ExitStack() as stack:
         for owner, name, stream_of in places:
             stack.enter_context(mock.patch.object(owner, name, delayed(getattr(owner, name), stream_of)))

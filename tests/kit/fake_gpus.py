@@ -35,7 +35,7 @@ from unittest import mock
 
 import numpy as np
 
-from thdattn.comm.beside import layout
+from thdattn.comm.overlap import layout
 from thdattn.comm.peer import windows
 
 SECONDS = 10  # that a thread waits for a flag

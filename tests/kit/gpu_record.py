@@ -76,7 +76,7 @@ def machine() -> dict[str, Any] | None:
         if not cupy.is_available():
             return None
         from thdattn.cli import info
-        from thdattn.comm.nccl import SHARE
+        from thdattn.comm.nccl.gpus import SHARE
         from thdattn.jit import compiler
     except Exception:  # CuPy without a driver raises more than ImportError
         return None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from thdattn.comm import launcher
-from thdattn.comm.nccl import SHARE
+from thdattn.comm.nccl.gpus import SHARE
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 RANKS = Path(__file__).resolve().parent / "ranks"

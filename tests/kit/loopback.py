@@ -91,7 +91,7 @@ class Loopback(Mirror):
         monkeypatch.setattr(runtime, "ipcGetMemHandle", get)
         monkeypatch.setattr(runtime, "ipcOpenMemHandle", opened.__getitem__)
         monkeypatch.setattr(runtime, "ipcCloseMemHandle", lambda pointer: None)
-        self.peer = transport.PeerMemory(World(), Window)
+        self.peer = transport.PeerTransport(World(), Window)
         self.owner_partials = self.peer.owner_partials  # type: ignore[method-assign]
         self.reduce_partials = self.peer.reduce_partials  # type: ignore[method-assign]
         self._exchange = self.peer.exchange  # type: ignore[method-assign]

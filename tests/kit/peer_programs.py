@@ -19,11 +19,12 @@ import numpy as np
 from fake_exchange import Gathered, meet, take
 from fake_gpus import CUDARuntimeError, Machine, Stream, addresses, at, installed
 
-from thdattn.comm import Comm, no_wait, overlap, slices
+from thdattn.comm import Comm, no_wait, slices
+from thdattn.comm.nccl import communicator
+from thdattn.comm.nccl import transport as nccl_transport
+from thdattn.comm.overlap import collectives
 from thdattn.comm.peer import exchange as exchange_launcher
 from thdattn.comm.peer import transport
-from thdattn.comm.side import communicator
-from thdattn.comm.side import transport as side
 from thdattn.comm.slices import SliceSpec, copy
 from thdattn.engines import AttentionOptions, BackwardInputs, ForwardInputs
 from thdattn.jit.structs import RANK_FLAGS
@@ -403,10 +404,10 @@ class Program:
         self.machine, self.engine, self.numbers = machine, Engine(machine), iter(range(1000))
         if cliques:
             main, second = (fake_nccl.Communicator(machine, clique, rank) for clique in cliques)
-            with mock.patch.object(communicator, "start", lambda *_: second):
-                self.memory = side.SideNccl(machine.world(rank), fake_nccl, main)
+            with mock.patch.object(communicator, "start_with_few_blocks", lambda *_: second):
+                self.memory = nccl_transport.NcclTransport(machine.world(rank), fake_nccl, main)
         else:
-            self.memory = transport.PeerMemory(machine.world(rank))
+            self.memory = transport.PeerTransport(machine.world(rank))
         self.comm = SimpleNamespace(
             size=machine.size, rank=rank, overlaps=True, reads_peers=not cliques, gather_heads=self.memory.gather_heads,
             exchange=self.memory.exchange, owner_partials=self.memory.owner_partials,
@@ -451,12 +452,12 @@ def machine_of(size, seed):
         machine.stream.launch(copy, place, source)
 
     with (installed(machine),
-          mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(overlap, "copy", enqueue_copy),
-          mock.patch.object(side, "copy", enqueue_copy),
-          mock.patch.object(side, "WORTH_OVERLAPPING", 0),
+          mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(collectives, "copy", enqueue_copy),
+          mock.patch.object(nccl_transport, "copy", enqueue_copy),
+          mock.patch.object(nccl_transport, "WORTH_OVERLAPPING", 0),
           mock.patch.object(transport, "WORTH_COPYING", 0),  # so that some swaps are of copies
           mock.patch.object(exchange_launcher, "_LEAST_BYTES", 64),  # several chunks each, some empty
-          mock.patch.object(transport.PeerMemory, "_probe", lambda memory: None)):
+          mock.patch.object(transport.PeerTransport, "_probe", lambda memory: None)):
         yield machine
 
 

@@ -12,7 +12,7 @@ from loopback import Loopback, Mirror
 
 import thdattn
 from thdattn import PackedBatch
-from thdattn.comm.beside import layout
+from thdattn.comm.overlap import layout
 from thdattn.comm.peer import windows
 from thdattn.methods import select
 

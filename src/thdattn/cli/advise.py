@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import thdattn
-from thdattn.arguments import as_count, as_window, shown
+from thdattn.arguments import as_count, as_window, in_units, shown
 from thdattn.cli.options import add_documents, check_picture, document_lengths
 from thdattn.costs.measure import measured
 from thdattn.costs.model import H200, Cost, Rates, Shape, Way, compared, recommended
 from thdattn.packing import PackedBatch, first_fit
-from thdattn.plan.memory import in_units
 from thdattn.sharding import Sharding
 
 MOST_DOCUMENTS = 40  # in the picture

@@ -19,7 +19,7 @@ import numpy as np
 
 import thdattn
 from thdattn.comm import Comm, launcher
-from thdattn.comm.nccl import NcclComm
+from thdattn.comm.nccl.comm import NcclComm
 from thdattn.engines.select import choose_engine
 from thdattn.install import remedy
 from thdattn.jit import cache

@@ -39,10 +39,10 @@ from typing import Any, TypeVar
 
 from thdattn.comm.base import Comm
 from thdattn.comm.levels import Levels
-from thdattn.comm.overlap import Arrival as Arrival
-from thdattn.comm.overlap import PeerExchange as PeerExchange
-from thdattn.comm.overlap import Pending as Pending
-from thdattn.comm.overlap import no_wait as no_wait
+from thdattn.comm.overlap.collectives import Arrival as Arrival
+from thdattn.comm.overlap.collectives import PeerExchange as PeerExchange
+from thdattn.comm.overlap.collectives import Pending as Pending
+from thdattn.comm.overlap.collectives import no_wait as no_wait
 from thdattn.comm.single import SingleComm
 
 __all__ = ["Comm", "Levels", "SingleComm", "from_torch", "init", "run_local"]

@@ -9,12 +9,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from thdattn import spans
-from thdattn.arguments import INT32_MAX, as_choice, as_count
+from thdattn.arguments import INT32_MAX, Array, as_choice, as_count
 from thdattn.comm.agreement import Fields, settle
 from thdattn.comm.checks import ArgumentChecks
-from thdattn.comm.overlap import CollectivesInTurn, Pending, no_wait
+from thdattn.comm.overlap.collectives import CollectivesInTurn, Pending, no_wait
 from thdattn.comm.slices import Slices, buffer_for, packed, unpack
-from thdattn.engines import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Self

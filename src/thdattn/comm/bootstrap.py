@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from thdattn.arguments import as_choice
-from thdattn.comm import Comm, SingleComm, launcher, mpi, nccl
+from thdattn.comm import Comm, SingleComm, launcher, mpi
 from thdattn.comm.checked import kind_of, wants_check
 from thdattn.comm.checks import as_timeout
 from thdattn.comm.failures.outcomes import Outcome
 from thdattn.comm.failures.watchdog import PATIENCE_AT_START
+from thdattn.comm.nccl import gpus as nccl_gpus
+from thdattn.comm.nccl.comm import NcclComm
 from thdattn.install import expects_gpu
 
 logger = logging.getLogger("thdattn")
@@ -48,9 +50,9 @@ def join(backend: str, world: Any, timeout: float, transport: str, check: bool) 
 
 def _with_gpus(backend: str, world: Any, timeout: float, transport: str, check: bool) -> Comm:
     """Return NCCL's comm; for "auto", MPI's where a rank has no GPU of its own."""
-    answers = nccl.survey(world, timeout)
+    answers = nccl_gpus.survey(world, timeout)
     try:
-        gpus = nccl.choose(answers)
+        gpus = nccl_gpus.choose(answers)
     except RuntimeError as error:
         if backend == "nccl":
             raise
@@ -59,7 +61,7 @@ def _with_gpus(backend: str, world: Any, timeout: float, transport: str, check: 
             level = logging.WARNING if expects_gpu() or any(found for found, _ in answers) else logging.INFO
             logger.log(level, "thdattn.comm.init uses MPI and host arrays (NumPy), not NCCL: %s", why)
         return kind_of(mpi.MpiComm, check)(world, timeout, why)
-    comm = kind_of(nccl.NcclComm, check)(world, gpus, timeout, transport)
+    comm = kind_of(NcclComm, check)(world, gpus, timeout, transport)
     if world.rank == 0:
         logger.info("thdattn.comm.init made %r", comm)
     return comm

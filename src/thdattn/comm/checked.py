@@ -10,11 +10,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from thdattn.arguments import as_bool, is_array, shown
+from thdattn.arguments import Array, as_bool, is_array, shown
 from thdattn.comm.base import Comm
-from thdattn.comm.overlap import Arrival
+from thdattn.comm.overlap.collectives import Arrival
 from thdattn.comm.slices import AllToAllSpec, Slices
-from thdattn.engines import Array
 
 AnyComm = TypeVar("AnyComm", bound=Comm)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.arguments import as_int, found
+from thdattn.arguments import Array, as_int, found
 from thdattn.comm.slices import Slices, address
-from thdattn.engines import Array
 
 _ARRAY_KINDS = {"cpu": "NumPy", "cuda": "CuPy"}
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.arguments import found
+from thdattn.arguments import Array, found
 from thdattn.comm.base import Comm
 from thdattn.comm.slices import Slices
-from thdattn.engines import Array
 
 
 class Levels(Comm):

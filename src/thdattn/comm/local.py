@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from thdattn.arguments import as_count, found
+from thdattn.arguments import Array, as_count, found
 from thdattn.comm import Comm
 from thdattn.comm.checked import kind_of
 from thdattn.comm.checks import as_timeout
 from thdattn.comm.slices import Slices
-from thdattn.engines import Array
 
 Result = TypeVar("Result")
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.arguments import found
+from thdattn.arguments import Array, found
 from thdattn.comm import Comm, launcher
 from thdattn.comm.failures import watchdog
 from thdattn.comm.launcher import ALONE, Launcher
 from thdattn.comm.slices import Slices
-from thdattn.engines import Array
 from thdattn.install import remedy
 
 SECONDS_TO_BE_HEARD = 0.5

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from thdattn.arguments import Array
 from thdattn.comm.base import Comm
 from thdattn.comm.slices import Slices
-from thdattn.engines import Array
 
 
 class SingleComm(Comm):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.engines import Array
+from thdattn.arguments import Array
 
 Slices = Sequence[tuple[Array, int]]  # (slice, rank that it is sent to or received from)
 

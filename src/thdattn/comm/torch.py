@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.arguments import found
-from thdattn.comm import Comm, launcher, nccl
+from thdattn.arguments import Array, found
+from thdattn.comm import Comm, launcher
+from thdattn.comm.failures.streams import lane_of
 from thdattn.comm.failures.watchdog import Watch, flush
+from thdattn.comm.nccl import gpus
 from thdattn.comm.slices import Slices
-from thdattn.engines import Array
 
 
 class TorchComm(Comm):
@@ -62,7 +63,7 @@ class TorchComm(Comm):
         self._gather = _either(distributed, "all_gather_single", "all_gather_into_tensor")
         self._scatter = _either(distributed, "reduce_scatter_single", "reduce_scatter_tensor")
         if "cuda" in self.devices:
-            self._cupy = nccl.load_cupy()
+            self._cupy = gpus.load_cupy()
             self._gpu = int(self._torch.cuda.current_device())
             self._cupy.cuda.Device(self._gpu).use()
         who = f"rank {self.rank} of {self.size} on {launcher.hostname()}"
@@ -77,7 +78,7 @@ class TorchComm(Comm):
         stream = self._cupy.cuda.get_current_stream()
         if self.size == 1 or stream.is_capturing():
             return nullcontext()
-        return self._watch.enqueued(nccl.lane_of(self._cupy, self._gpu, stream), what, array)
+        return self._watch.enqueued(lane_of(self._cupy, self._gpu, stream), what, array)
 
     @contextmanager
     def _on_host(self, what: str, array: Array = None) -> Iterator[None]:

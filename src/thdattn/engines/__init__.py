@@ -1,6 +1,6 @@
 """Engines compute attention on the rows of one rank: `reference` with NumPy, `cuda` on a GPU.
 
-An engine is a module with the functions of the protocol `Engine`. Plans, methods and comms know engines by it alone.
+An engine is a module with the functions of the protocol `Engine`. Plans and methods know engines by it alone.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
+from thdattn.arguments import Array as Array
+
 if TYPE_CHECKING:
-    from thdattn.comm.overlap import PeerExchange
-    from thdattn.engines import cuda, reference
+    from thdattn.comm.overlap.collectives import PeerExchange
     from thdattn.kv_cache import KVCache
     from thdattn.plan.memory import Layer
     from thdattn.plan.plan import Plan, PlanArrays
     from thdattn.plan.workspace import Buffer
 
-Array = Any  # a NumPy array for `reference`, a CuPy array for `cuda`
 Pair = Sequence[Array]  # keys and values, or their gradients
 
 
@@ -200,7 +200,3 @@ class Engine(Protocol):
     def cache_append(self, k: Array, v: Array, cache: KVCache) -> Array: ...
 
     def cache_fill(self, k: Array, v: Array, plan: Plan, cache: KVCache) -> None: ...
-
-
-if TYPE_CHECKING:
-    _engines: tuple[Engine, ...] = (cuda, reference)  # a type checker compares both with the protocol

@@ -294,8 +294,8 @@ class Mamba2Mixer:
         plan.enter_call()
 
     def _as_array(self, name: str, x: Any, shape: tuple[int, ...], dtype: Any, remedy: str) -> Any:
-        of_dtype = f" for a mixer of {self.dtype}; cast it"
-        return as_array(self._engine, name, x, shape, dtype, f"; {remedy}", of_dtype)
+        x = self._engine.from_user(name, x)
+        return as_array(name, x, shape, dtype, f"; {remedy}", f" for a mixer of {self.dtype}; cast it")
 
     def _as_weights(self, weights: Mamba2Weights) -> Mamba2Weights:
         check_kind("weights", weights, Mamba2Weights, "make one of the five arrays, and norm_weight for a norm")

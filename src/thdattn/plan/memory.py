@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
+from thdattn.arguments import in_units
 from thdattn.plan.workspace import Buffer, Bytes, bytes_by_name, pair_of
 
 if TYPE_CHECKING:
@@ -122,11 +123,6 @@ class Memory(Mapping[str, int]):
 def largest_windows(exchanges: Sequence[Bytes]) -> Bytes:
     """Return the bytes of windows that several exchanges share, each as large as the largest of them needs."""
     return {name: max(sizes.get(name, 0) for sizes in exchanges) for sizes in exchanges for name in sizes}
-
-
-def in_units(size: int) -> str:
-    """Return a number of bytes as text, in GiB or MiB."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def count_as_free(comm: Comm, plan: Plan) -> None:

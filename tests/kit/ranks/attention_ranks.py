@@ -15,8 +15,8 @@ import numpy as np
 
 import thdattn
 from thdattn.cli.check import Case
+from thdattn.comm.nccl import transport as nccl_transport
 from thdattn.comm.peer import transport as peer
-from thdattn.comm.side import transport as side
 from thdattn.methods import group_cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -180,7 +180,7 @@ SCENARIOS = {
 
 def main(scenarios: str, backend: str, size: str, transport: str = "auto") -> None:
     machines.play_by_launcher()
-    side.WORTH_OVERLAPPING = 0
+    nccl_transport.WORTH_OVERLAPPING = 0
     comm = join(backend, int(size), transport)
     if "cuda" in comm.devices:
         import cupy as xp

@@ -12,7 +12,7 @@ from pathlib import Path
 import cupy
 
 import thdattn
-from thdattn.comm.side import transport as side
+from thdattn.comm.nccl import transport as nccl_transport
 from thdattn.methods import select
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,7 +22,7 @@ import machines
 
 def main(transport: str, size: str) -> None:
     machines.play_by_launcher()
-    side.WORTH_OVERLAPPING = 0
+    nccl_transport.WORTH_OVERLAPPING = 0
     comm = thdattn.comm.init("nccl", transport=transport)
     assert comm.size == int(size) and comm.overlaps and comm.reads_peers == (transport == "peer")
     with cupy.cuda.Stream(non_blocking=True):

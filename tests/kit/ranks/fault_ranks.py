@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 import thdattn
-from thdattn.comm import mpi, nccl
-from thdattn.comm.side import transport as side
+from thdattn.comm import mpi
+from thdattn.comm.nccl import communicator
+from thdattn.comm.nccl import transport as nccl_transport
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import machines
@@ -110,7 +111,7 @@ def join(kind: str, place: str, backend: str, timeout: float) -> thdattn.comm.Co
     elif place == "init":  # rank 1 has joined MPI
         mpi.watch = before(mpi.watch, lambda: fail(kind))
     elif place == "nccl":  # all ranks have found their GPUs
-        nccl.start = before(nccl.start, lambda: fail(kind))
+        communicator.start = before(communicator.start, lambda: fail(kind))
     return thdattn.comm.init(backend, timeout=timeout)
 
 
@@ -126,7 +127,7 @@ class Layer:
         self.num_heads, method = (4, "a2a") if place == "heads" else (2, "all_gather")
         groups = None
         if "RANKS_PER_MACHINE" in os.environ:  # NCCL carries one head while the other is computed
-            side.WORTH_OVERLAPPING, groups = 0, 2
+            nccl_transport.WORTH_OVERLAPPING, groups = 0, 2
         self.attention = thdattn.CPAttention(
             comm, self.num_heads, 64, dtype=dtype, cp_comm_type=method, head_groups=groups)
         self.plan = self.attention.plan(thdattn.PackedBatch.from_lengths([70, 33, 9], 2 * comm.size))

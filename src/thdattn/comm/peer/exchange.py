@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from thdattn.arguments import Array
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
-from thdattn.engines import Array
 from thdattn.jit import compiler
 from thdattn.jit.structs import ALL_TO_ALL, CHUNKS, MAX_RANKS
 from thdattn.kernels.instances import EXCHANGE_KERNELS

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.engines import Array
+from thdattn.arguments import Array
 from thdattn.jit import compiler
 from thdattn.kernels.instances import REDUCE_KERNELS
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from thdattn.comm.beside import layout
-from thdattn.comm.beside.blocks import allocated
+from thdattn.arguments import in_units
 from thdattn.comm.failures.outcomes import Waiting, agreed
+from thdattn.comm.overlap import layout
+from thdattn.comm.overlap.blocks import allocated
 from thdattn.comm.peer.windows import Window, header_bytes
-from thdattn.plan.memory import in_units
 
 KEYS, SUMS, SLICES = "windows of keys", "windows of sums", "windows of slices"
 _REMEDY = ("pass fewer tokens, spread them over more ranks, make CPAttention with more head_groups, or take "

@@ -1,4 +1,4 @@
-"""Peer memory: GPUs of one machine read each other's memory beside kernels, and without using a multiprocessor.
+"""Transport through peer memory: GPUs of one machine read each other's memory while kernels use all multiprocessors.
 
 Copy engines pull slices of heads in place, and streams write and await flags that order the copies. A collective of
 NCCL needs multiprocessors, and would start only when a kernel that fills the GPU ends. Keys and slices that no kernel
@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn import spans
+from thdattn.arguments import Array
 from thdattn.comm import Arrival, PeerExchange, no_wait
-from thdattn.comm.beside import layout
-from thdattn.comm.beside.blocks import PULLED
-from thdattn.comm.beside.layout import offsets, slots_of
-from thdattn.comm.beside.transport import Transport, Wait
 from thdattn.comm.failures.outcomes import Waiting, Watched, agreed
+from thdattn.comm.overlap import layout
+from thdattn.comm.overlap.blocks import PULLED
+from thdattn.comm.overlap.layout import offsets, slots_of
+from thdattn.comm.overlap.transport import Transport, Wait
 from thdattn.comm.peer.shared_memory import KEYS, SLICES, SUMS, SharedMemory
 from thdattn.comm.peer.windows import Window, header_bytes
 from thdattn.comm.slices import AllToAllSpec, Slices, address, copy, rows_of
-from thdattn.engines import Array
 from thdattn.jit.structs import MAX_RANKS, MAX_SLICES, PARTIALS
 
 # One kernel exchanges slices that no kernel overlaps: it takes one call of the driver, and writes what has arrived to
@@ -39,8 +39,8 @@ WORTH_COPYING = 4 * 2**20
 _MOST_OF_A_KERNEL = 2**31  # bytes of a message: the kernel counts its words in 32 bits
 
 
-class PeerMemory(Transport):
-    """A rank's collectives beside kernels: its stream pulls from windows that all ranks see.
+class PeerTransport(Transport):
+    """A rank's overlapped collectives: its stream pulls from windows that all ranks see.
 
     A flag tells that a part is written, but not by which call: so all ranks make these calls in one order.
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.comm.beside.layout import ALIGNMENT
-from thdattn.engines import Array
+from thdattn.arguments import Array
+from thdattn.comm.overlap.layout import ALIGNMENT
 from thdattn.jit.structs import MAX_RANKS, PARTIALS, PEER_EXCHANGE, RANK_FLAGS
 
 Ops = Callable[[Any], None]

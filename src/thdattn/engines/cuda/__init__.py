@@ -6,6 +6,8 @@ Results are new arrays, because a layer's output must outlive the next layer's c
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.backward import attn_bwd, plan_backward, rounded, without_padding
 from thdattn.engines.cuda.decode import attn_decode, cache_append, cache_fill
@@ -16,6 +18,11 @@ from thdattn.engines.cuda.rows import add_partials, pack_rows, place_rows, to_ra
 from thdattn.engines.cuda.softcap import sinks_grad
 from thdattn.engines.cuda.workspace import backward_buffers, forward_buffers
 from thdattn.kernels.configs import TILES
+
+if TYPE_CHECKING:
+    from thdattn.engines import Engine, cuda
+
+    _engine: Engine = cuda  # a type checker compares this module with the protocol
 
 name = "cuda"
 device = "cuda"

@@ -8,6 +8,8 @@ It computes float16, bfloat16 and float32 in float32, and float64 in float64.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from thdattn.engines.reference import arrays as arrays
 from thdattn.engines.reference.arrays import (
     capture,
@@ -39,6 +41,11 @@ from thdattn.engines.reference.rows import (
     to_sequence_order,
     without_padding,
 )
+
+if TYPE_CHECKING:
+    from thdattn.engines import Engine, reference
+
+    _engine: Engine = reference  # a type checker compares this module with the protocol
 
 name = "reference"
 device = "cpu"

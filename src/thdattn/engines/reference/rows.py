@@ -14,7 +14,7 @@ from thdattn.plan.workspace import Buffer
 from thdattn.spans import on_host
 
 if TYPE_CHECKING:
-    from thdattn.comm.overlap import PeerExchange
+    from thdattn.comm.overlap.collectives import PeerExchange
 
 Array = NDArray[Any]
 

@@ -1,4 +1,4 @@
-"""Memory of collectives beside kernels: blocks for each use, which outlive the collectives and graphs that use them.
+"""Memory of overlapped collectives: blocks for each use, which outlive the collectives and graphs that use them.
 
 An allocation may fail on one rank alone, so all ranks agree on its outcome: all go on, or all raise the same error.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
-from thdattn.comm.beside import layout
+from thdattn.arguments import in_units
 from thdattn.comm.failures.outcomes import Waiting, agreed
-from thdattn.plan.memory import in_units
+from thdattn.comm.overlap import layout
 
 T = TypeVar("T")
 

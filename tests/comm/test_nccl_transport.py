@@ -17,13 +17,13 @@ from fake_mpi import World
 from peer_programs import Program, machine_of
 
 import thdattn.comm
-from thdattn.comm.side import communicator, transport
+from thdattn.comm.nccl import communicator, transport
 
 # --- what goes where ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def side():
+def rank():
     """Rank 0 of two, whose collectives are only noted: (communicator, kind, stream) of each."""
     with machine_of(2, 0) as machine:
         calls = []
@@ -36,81 +36,81 @@ def side():
                 return lambda *args: calls.append((self.name, kind, args[-1]))
 
         program = Program(machine, 0, (fake_nccl.Clique(2),) * 2)
-        program.memory._main, program.memory._side = Noted("main"), Noted("side")
+        program.memory._main, program.memory._few_blocks = Noted("main"), Noted("few")
         program.memory._nccl = SimpleNamespace(**dict.fromkeys(("NCCL_UINT8", "NCCL_FLOAT32", "NCCL_SUM")),
                                                groupStart=list, groupEnd=list)
         yield SimpleNamespace(calls=calls, memory=program.memory, engine=program.engine)
 
 
-def gather(side, at_once, heads=(1, 1, 2), rows=5):
-    keys = [side.engine.empty((rows, 4, 2), np.float32) for _ in range(2)]
-    groups = [[side.engine.empty((2 * rows, number, 2), np.float32) for _ in keys] for number in heads]
-    return side.memory.gather_heads(keys, groups, at_once)
+def gather(rank, at_once, heads=(1, 1, 2), rows=5):
+    keys = [rank.engine.empty((rows, 4, 2), np.float32) for _ in range(2)]
+    groups = [[rank.engine.empty((2 * rows, number, 2), np.float32) for _ in keys] for number in heads]
+    return rank.memory.gather_heads(keys, groups, at_once)
 
 
-def test_the_first_group_takes_all_thread_blocks_where_nothing_overlaps_it(side):
-    arrivals = gather(side, at_once=True)
-    assert [name for name, *_ in side.calls] == ["main"] * 2 + ["side"] * 4
+def test_the_first_group_takes_all_thread_blocks_where_nothing_overlaps_it(rank):
+    arrivals = gather(rank, at_once=True)
+    assert [name for name, *_ in rank.calls] == ["main"] * 2 + ["few"] * 4
     assert [arrival.wait is thdattn.comm.no_wait for arrival in arrivals] == [True, False, False]
 
 
-def test_keys_that_are_asked_for_early_come_beside_kernels(side):
-    gather(side, at_once=False)
-    assert [name for name, *_ in side.calls] == ["side"] * 6
+def test_keys_that_are_asked_for_early_come_beside_kernels(rank):
+    gather(rank, at_once=False)
+    assert [name for name, *_ in rank.calls] == ["few"] * 6
 
 
-def test_few_keys_come_on_the_stream_itself(side, monkeypatch):
+def test_few_keys_come_on_the_stream_itself(rank, monkeypatch):
     monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 641)  # the other rank's rows of both arrays have 320 bytes
-    assert all(arrival.wait is thdattn.comm.no_wait for arrival in gather(side, at_once=False))
-    assert {name for name, *_ in side.calls} == {"main"}
+    assert all(arrival.wait is thdattn.comm.no_wait for arrival in gather(rank, at_once=False))
+    assert {name for name, *_ in rank.calls} == {"main"}
     monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 320)
-    gather(side, at_once=False)
-    assert side.calls[-1][0] == "side"
+    gather(rank, at_once=False)
+    assert rank.calls[-1][0] == "few"
 
 
 @pytest.mark.parametrize(("in_rank_order", "kinds"), [(True, ["recv", "send"] * 2), (False, ["reduceScatter"] * 2)])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_sums_are_exchanged_or_made_by_nccl(side, at_once, in_rank_order, kinds):
-    results = [side.engine.empty((5, 2, 2), np.float32) for _ in range(2)]
-    side.memory.owner_partials([x.shape for x in results], [x.shape for x in results], at_once)
-    side.memory.reduce_partials(None, results, at_once, in_rank_order)
-    assert [kind for _, kind, _ in side.calls] == kinds
-    assert {name for name, *_ in side.calls} == {"main" if at_once else "side"}
+def test_sums_are_exchanged_or_made_by_nccl(rank, at_once, in_rank_order, kinds):
+    results = [rank.engine.empty((5, 2, 2), np.float32) for _ in range(2)]
+    rank.memory.owner_partials([x.shape for x in results], [x.shape for x in results], at_once)
+    rank.memory.reduce_partials(None, results, at_once, in_rank_order)
+    assert [kind for _, kind, _ in rank.calls] == kinds
+    assert {name for name, *_ in rank.calls} == {"main" if at_once else "few"}
 
 
-def test_more_ranks_than_addresses_leave_the_order_to_nccl(side):
-    assert side.memory._adds_in_rank_order(True)
-    side.memory.size = 17
-    assert not side.memory._adds_in_rank_order(True)
+def test_more_ranks_than_addresses_leave_the_order_to_nccl(rank):
+    assert rank.memory._adds_in_rank_order(True)
+    rank.memory.size = 17
+    assert not rank.memory._adds_in_rank_order(True)
 
 
-def test_memory_of_sums_is_what_is_said(side):
+def test_memory_of_sums_is_what_is_said(rank):
     shapes = [(5, 2, 2), (5, 2, 3)]
-    said = side.memory.sum_bytes([[2 * 4 * np.prod(shape) for shape in shapes]] * 3, True)
+    said = rank.memory.sum_bytes([[2 * 4 * np.prod(shape) for shape in shapes]] * 3, True)
     for _ in range(3):
-        side.memory.owner_partials(shapes, shapes, False)
-        side.memory.reduce_partials(None, [side.engine.empty(shape, np.float32) for shape in shapes], False, True)
-    assert side.memory.held_bytes() == said
+        rank.memory.owner_partials(shapes, shapes, False)
+        rank.memory.reduce_partials(None, [rank.engine.empty(shape, np.float32) for shape in shapes], False, True)
+    assert rank.memory.held_bytes() == said
 
 
-def test_memory_of_slices_is_what_is_said(side):
+def test_memory_of_slices_is_what_is_said(rank):
     sizes = np.array([[0, 96], [64, 0]])
     for _ in range(3):
-        source, place = (side.engine.empty((rows, 3, 2), np.float32) for rows in (4, 4))
-        side.memory.exchange([(source, 1)], [(place[:, :2], 1)], sizes)()
-    assert side.memory.held_bytes() == side.memory.exchange_bytes(sizes, 64) == {"slices to send": 192,
+        source, place = (rank.engine.empty((rows, 3, 2), np.float32) for rows in (4, 4))
+        rank.memory.exchange([(source, 1)], [(place[:, :2], 1)], sizes)()
+    assert rank.memory.held_bytes() == rank.memory.exchange_bytes(sizes, 64) == {"slices to send": 192,
                                                                                    "copies of slices": 64}
 
 
 @pytest.mark.parametrize("strided", [True, False])
-def test_an_exchange_leaves_the_stream_current_that_was_selected_within_a_block(side, strided):
+def test_an_exchange_leaves_the_stream_current_that_was_selected_within_a_block(rank, strided):
     """So a capture ends on the stream that it began on."""
-    machine = side.engine.machine
+    machine = rank.engine.machine
     with Stream(machine):
         (selected := Stream(machine)).use()
-        source, place = (side.engine.empty((4, 3, 2), np.float32) for _ in range(2))
+        source, place = (rank.engine.empty((4, 3, 2), np.float32) for _ in range(2))
         received = place[:, :2] if strided else place
-        side.memory.exchange([(source, 1)], [(received, 1)], np.array([[0, 96], [received.nbytes, 0]]))
+        rank.memory.exchange([(source, 1)], [(received, 1)], np.array([[0, 96], [received.nbytes, 0]]))
         assert machine.stream is selected
 
 
@@ -174,7 +174,7 @@ def started(monkeypatch, refuses):
 
     def program(comm):
         mine.rank = comm.rank
-        return communicator.start(World(comm), nccl, 4)
+        return communicator.start_with_few_blocks(World(comm), nccl, 4)
 
     return thdattn.comm.run_local(2, program)
 

@@ -1,9 +1,7 @@
 """NCCL ranks: GPU arrays through CuPy's NCCL, one process and one GPU per rank, found through MPI.
 
-NCCL 2.31 lets ranks share a GPU, for trying programs, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
-
 Keys, values and their gradients go through peer memory (peer/transport.py) where every rank can have that. Elsewhere a
-second communicator of NCCL carries them beside kernels (side/transport.py).
+second communicator of NCCL carries them (nccl/transport.py).
 
 Such programs hang when NCCL starts: a rank that fails alone leaves the others in a call without a timeout. So every
 rank tries each step of the start. The outcomes (ok, result or error) are exchanged over MPI, and either all ranks go on
@@ -13,42 +11,26 @@ or all raise.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from thdattn.comm import Arrival, Comm, launcher, mpi, no_wait
-from thdattn.comm.failures.outcomes import Outcome, Waiting, attempt, results
+from thdattn.arguments import Array
+from thdattn.comm import Arrival, Comm, mpi, no_wait
+from thdattn.comm.failures.outcomes import attempt, results
+from thdattn.comm.failures.streams import lane_of
 from thdattn.comm.failures.watchdog import PATIENCE_AT_START, Lane
-from thdattn.comm.overlap import slices_to_exchange
+from thdattn.comm.nccl import communicator
+from thdattn.comm.nccl.gpus import Gpu, load
+from thdattn.comm.nccl.transport import CTAS, NcclTransport
+from thdattn.comm.overlap.collectives import slices_to_exchange
+from thdattn.comm.overlap.transport import Transport
+from thdattn.comm.peer.transport import PeerTransport, obstacle
 from thdattn.comm.slices import AllToAllSpec, Slices
-from thdattn.engines import Array
-from thdattn.install import remedy
-
-if TYPE_CHECKING:
-    from thdattn.comm.beside.transport import Transport
 
 logger = logging.getLogger("thdattn")
-
-_INSTALL = f"{remedy('cuda13')} (or [cuda12], after the driver's CUDA version)"
-SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable
-
-
-class Gpu(NamedTuple):
-    """GPU of one rank: its number here, what distinguishes it from other GPUs, and whether ranks may share it."""
-
-    device: int
-    hostname: str
-    pci_bus_id: str
-    uuid: str
-    shareable: bool = False
 
 
 class NcclComm(Comm):
@@ -95,15 +77,16 @@ class NcclComm(Comm):
         self._watch = mpi.watch(world, timeout)
         mpi.find_ranks(world, self._watch)
         with self._watch.waiting("the start of NCCL", patience=PATIENCE_AT_START):
-            _agreed(world, "no context on the GPU", cupy.cuda.Device(self._gpu).use)
-            self._nccl = start(world, nccl, "NCCL did not start", nccl.NcclCommunicator, self._watch.waiting)
-            peer, self.no_peer_memory = _peer_memory(world, gpus, transport)
-            self._beside = _side_nccl(world, nccl, self._nccl) if peer is None else peer
-        if self._beside is not None:
-            self._beside.wait_within(self._watch.waiting, self._watched_stream)
+            results("no context on the GPU", world.allgather(attempt(cupy.cuda.Device(self._gpu).use)))
+            self._nccl = communicator.start(
+                world, nccl, "NCCL did not start", nccl.NcclCommunicator, self._watch.waiting)
+            peer, self.no_peer_memory = _peer_transport(world, gpus, transport)
+            self._transport = _nccl_transport(world, nccl, self._nccl) if peer is None else peer
+        if self._transport is not None:
+            self._transport.wait_within(self._watch.waiting, self._watched_stream)
         self._world = world
-        self._transport = transport
-        self.overlaps, self.reads_peers = self._beside is not None, peer is not None
+        self._wanted_transport = transport
+        self.overlaps, self.reads_peers = self._transport is not None, peer is not None
         self.spans_machines = len({gpu.hostname for gpu in gpus}) > 1
         atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
 
@@ -120,8 +103,8 @@ class NcclComm(Comm):
         stream = self._cupy.cuda.get_current_stream()
         if self.size == 1 or stream.is_capturing():
             return None
-        if self._beside is not None:
-            self._beside.enter()
+        if self._transport is not None:
+            self._transport.enter()
         return lane_of(self._cupy, self._gpu, stream)
 
     def _watched_stream(self, stream: Any) -> AbstractContextManager[object]:
@@ -147,9 +130,9 @@ class NcclComm(Comm):
             self._nccl.allReduce(pointer, pointer, array.size, dtype, self._ops[op], self._stream())
 
     def _exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Callable[[], None]:
-        if self._beside is None or sizes is None or not self._beside.carries(sizes):
+        if self._transport is None or sizes is None or not self._transport.carries(sizes):
             return super()._exchange(sends, recvs, sizes)
-        return self._watched_wait("exchange", self._beside.exchange(sends, recvs, sizes))
+        return self._watched_wait("exchange", self._transport.exchange(sends, recvs, sizes))
 
     def _send_receive(self, sends: Slices, recvs: Slices) -> None:
         if not sends and not recvs:
@@ -167,71 +150,71 @@ class NcclComm(Comm):
     def gather_heads(
         self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
     ) -> list[Arrival]:
-        if self._beside is None:
+        if self._transport is None:
             return super().gather_heads(sends, recvs)
         self._check_open()
         self.received_bytes += (self.size - 1) * sum(send.nbytes for send in sends)
         what, by_kernel = "gather of keys", at_once and self.reads_peers
         marks = self._watched_kernel(what, sends[0]) if by_kernel else (0, 0)
         with nullcontext() if by_kernel else self.watched(what, sends[0]):
-            arrivals = self._beside.gather_heads(sends, recvs, at_once)
+            arrivals = self._transport.gather_heads(sends, recvs, at_once)
         return [self._watched_arrival(what, marks, arrival) for arrival in arrivals]
 
     def all_to_all(
         self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], at_once: bool = False
     ) -> Callable[[], None]:
-        if self._beside is None or (self.reads_peers and not self._beside.exchanges_by_kernel(spec, at_once)):
+        if self._transport is None or (self.reads_peers and not self._transport.exchanges_by_kernel(spec, at_once)):
             return super().all_to_all(spec, sends, recvs, at_once)
         if not self.reads_peers:  # at once, by all thread blocks
             return self.exchange(*slices_to_exchange(self.rank, self.size, spec, sends, recvs),
                                  None if at_once else spec.sizes)
         self.received_bytes += spec.received[self.rank]
         marks = self._watched_kernel("exchange of slices", recvs[0])
-        return self._beside.all_to_all(spec, sends, recvs, marks)
+        return self._transport.all_to_all(spec, sends, recvs, marks)
 
     def drop_partials(self) -> None:
-        if self._beside is not None:
-            self._beside.drop_partials()
+        if self._transport is not None:
+            self._transport.drop_partials()
 
     def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
-        if self._beside is None:
+        if self._transport is None:
             return super().owner_partials(shapes, largest, at_once)
         self._check_open()
         with self._watched("memory for partial sums"):
-            return self._beside.owner_partials(shapes, largest, at_once)
+            return self._transport.owner_partials(shapes, largest, at_once)
 
     def reduce_partials(
         self, rows: Array, results: Sequence[Array], at_once: bool, in_rank_order: bool = True
     ) -> Callable[[], None]:
-        if self._beside is None:
+        if self._transport is None:
             return super().reduce_partials(rows, results, at_once, in_rank_order)
         self._check_open()
         self.received_bytes += (self.size - 1) * sum(4 * x.size for x in results)  # float32
         if self.reads_peers and not at_once:  # the host waits for nobody
-            return self._watched_wait("sum of gradients", self._beside.reduce_partials(rows, results, False))
+            return self._watched_wait("sum of gradients", self._transport.reduce_partials(rows, results, False))
         with self.watched("sum of gradients", results[0]):
-            wait = self._beside.reduce_partials(rows, results, at_once, in_rank_order)
+            wait = self._transport.reduce_partials(rows, results, at_once, in_rank_order)
         return wait if wait is no_wait else self._watched_wait("sum of gradients", wait)
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
-        if self._beside is None:
+        if self._transport is None:
             return super().gather_bytes(sends, num_groups)
-        return self._beside.gather_bytes(sends, num_groups)
+        return self._transport.gather_bytes(sends, num_groups)
 
     def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
-        if self._beside is None:
+        if self._transport is None:
             return super().sum_bytes(groups, in_rank_order)
-        return self._beside.sum_bytes(groups, in_rank_order)
+        return self._transport.sum_bytes(groups, in_rank_order)
 
     def held_bytes(self) -> dict[str, int]:
-        return {} if self._beside is None else self._beside.held_bytes()
+        return {} if self._transport is None else self._transport.held_bytes()
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
-        if self._beside is None or not self._beside.carries(sizes):
+        if self._transport is None or not self._transport.carries(sizes):
             return super().exchange_bytes(sizes, strided)
-        return self._beside.exchange_bytes(sizes, strided)
+        return self._transport.exchange_bytes(sizes, strided)
 
     def _watched_kernel(self, what: str, array: Array) -> tuple[int, int]:
         """Return the address and number that the next kernel on the current stream marks its begin and end with.
@@ -272,15 +255,15 @@ class NcclComm(Comm):
         with self._watch.waiting("split"):
             world = self._world.Split(color, key)
             gpus = world.allgather(self._gpus[self.rank])
-        group = type(self)(world, gpus, self._watch.timeout, self._transport)
+        group = type(self)(world, gpus, self._watch.timeout, self._wanted_transport)
         atexit.unregister(group.close)  # this comm closes its groups, after all graphs
         return group
 
     def _close(self) -> None:
         atexit.unregister(self.close)
         with self._watch.waiting("close"):
-            if self._beside is not None:
-                self._beside.close()
+            if self._transport is not None:
+                self._transport.close()
             self._nccl.destroy()
             mpi.free(self._world)
 
@@ -289,164 +272,18 @@ class NcclComm(Comm):
         return stream
 
 
-def survey(world: Any, timeout: float) -> list[Outcome]:
-    """Return every rank's GPU, or why it has none, in rank order; the same list on every rank."""
-    with mpi.watch(world, timeout).waiting("the search for GPUs", patience=PATIENCE_AT_START):
-        local_rank = mpi.local_rank(world)
-        found: list[Outcome] = world.allgather(attempt(lambda: _find_gpu(local_rank)))
-    return found
-
-
-def choose(answers: Sequence[Outcome]) -> list[Gpu]:
-    """Return every rank's GPU, if each rank has one to itself or all ranks allow to share them.
-
-    Args:
-        answers: what survey() returned; equal on all ranks, so all ranks return or all raise.
-
-    Raises:
-        RuntimeError: a rank has no usable GPU, or two ranks have the same one.
-    """
-    gpus: list[Gpu] = results("no usable GPU", answers)
-    if all(gpu.shareable for gpu in gpus):
-        return gpus
-    owner: dict[tuple[str, str, str], int] = {}
-    for rank, gpu in enumerate(gpus):
-        # Slices of one GPU differ in uuid only; but CuPy may cut a uuid at a 0 byte, so that two nodes show the same.
-        first = owner.setdefault((gpu.hostname, gpu.pci_bus_id, gpu.uuid), rank)
-        if first != rank:
-            raise RuntimeError(
-                f"ranks {first} and {rank} have the same GPU, PCI bus id {gpu.pci_bus_id} on {gpu.hostname}, which "
-                f"NCCL refuses; start at most one rank per GPU, each with another CUDA_VISIBLE_DEVICES or all with the "
-                f"same list of GPUs; or, to try a program slowly, set {SHARE}=1 on all ranks (NCCL 2.31 or newer)"
-            )
-    return gpus
-
-
-def load() -> tuple[Any, Any]:
-    """Load CuPy and its NCCL module.
-
-    Raises:
-        RuntimeError: one of them is missing; says what to install.
-    """
-    cupy = load_cupy()
-    from cupy.cuda import nccl
-
-    if not nccl.available:
-        raise RuntimeError(f"CuPy finds no NCCL library; {_INSTALL}")
-    return cupy, nccl
-
-
-def load_cupy() -> Any:
-    """Load CuPy.
-
-    Raises:
-        RuntimeError: it is missing; says what to install.
-    """
-    try:
-        import cupy
-    except Exception as error:
-        raise RuntimeError(f"CuPy cannot be loaded ({type(error).__name__}: {error}); {_INSTALL}") from error
-    return cupy
-
-
-def _find_gpu(local_rank: int) -> Gpu:
-    """Return this rank's GPU: the only one that it sees, else the one whose number is its rank on this machine.
-
-    Where ranks may share GPUs, they take them in turn.
-    """
-    cupy, _ = load()
-    hostname = launcher.hostname()
-    count = cupy.cuda.runtime.getDeviceCount()
-    shareable = os.environ.get(SHARE) == "1"
-    device = local_rank % max(1, count) if shareable or count == 1 else local_rank
-    if device >= count:
-        raise RuntimeError(
-            f"rank number {local_rank} of {hostname} sees {count} GPUs; start at most {count} ranks there, or give "
-            f"each rank one GPU of its own in CUDA_VISIBLE_DEVICES"
-        )
-    uuid = bytes(cupy.cuda.runtime.getDeviceProperties(device)["uuid"]).hex()
-    return Gpu(device, hostname, cupy.cuda.Device(device).pci_bus_id, uuid, shareable)
-
-
-def _agreed(world: Any, failure: str, action: Callable[[], Any], waiting: Waiting = nullcontext) -> Any:
-    """Return what an action returns on this rank, if it succeeds on all ranks, or raise on all ranks.
-
-    Args:
-        failure: what to say if it fails on a rank.
-        waiting: makes a context in which this rank waits for the others, given the failure, where the step has failed
-            here.
-    """
-    ok, result = attempt(action)
-    with nullcontext() if ok else waiting(f"{failure} here ({result})"):
-        outcomes = world.allgather((ok, None if ok else result))
-    results(failure, outcomes)
-    return result
-
-
-def start(
-    world: Any, nccl: Any, failure: str, make: Callable[[int, bytes, int], Any], waiting: Waiting = nullcontext
-) -> Any:
-    """Make a communicator on all ranks, or raise on all ranks.
-
-    Args:
-        failure: what to say if a rank does not make it.
-        make: makes it from the number of ranks, an id, and the rank.
-        waiting: as for _agreed. A rank that fails may leave the others in `make`: it waits for them as for a
-            collective, and says why.
-    """
-    # NOTE: the outcome is sent, not the id: a rank 0 that raised here would leave the others in bcast.
-    made = world.bcast(attempt(nccl.get_unique_id) if world.rank == 0 else None, root=0)
-    (unique_id,) = results("NCCL made no unique id", [made])
-    return _agreed(world, failure, lambda: make(world.size, unique_id, world.rank), waiting)
-
-
-# Lanes by thread, GPU and stream. They are never dropped: a stream may write to one after all comms are closed.
-_lanes: dict[tuple[int, int | None, int], Lane] = {}
-
-
-def lane_of(cupy: Any, gpu: int | None, stream: Any) -> Lane:
-    """Return the lane of this thread on a stream."""
-    key = (threading.get_ident(), gpu, stream.ptr)
-    lane = _lanes.get(key)
-    if lane is None:
-        lane = _lanes[key] = _lane(cupy, stream.ptr)
-    return lane
-
-
-def _lane(cupy: Any, stream: int) -> Lane:
-    """Make the lane of a stream, in pinned memory, which the GPU writes under the host's address."""
-    numbers = np.frombuffer(cupy.cuda.alloc_pinned_memory(8), np.uint32, 2)
-    write = partial(_stream_writes(), stream)
-    lane = Lane(numbers, write)
-    if status := write(numbers.ctypes.data, 0, 0):
-        logger.warning("the driver has streams write no numbers (cuStreamWriteValue32: error %d), so no deadline holds "
-                       "for collectives on this GPU", status)
-    return lane
-
-
-@cache
-def _stream_writes() -> Callable[[int, int, int, int], int]:
-    """Load the driver's call that makes a stream write a number to memory, which CuPy lacks; it releases the GIL."""
-    function = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
-    function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-    called: Callable[[int, int, int, int], int] = function
-    return called
-
-
-def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Transport | None, str]:
+def _peer_transport(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Transport | None, str]:
     """Return (the ranks' peer memory, "") if every rank can have it, else (None, why not); the same on every rank.
 
     Raises:
         RuntimeError: transport is "peer", but they cannot.
     """
-    from thdattn.comm.peer import transport as peer
-
     if len(gpus) == 1:  # a group of one, whatever transport it was split from
         return None, "there is one rank"
-    reason = "transport='nccl' was asked for" if transport == "nccl" else peer.obstacle([gpu.hostname for gpu in gpus])
+    reason = "transport='nccl' was asked for" if transport == "nccl" else obstacle([gpu.hostname for gpu in gpus])
     if reason is None:
         try:
-            return peer.PeerMemory(world), ""
+            return PeerTransport(world), ""
         except (MemoryError, RuntimeError) as error:  # on every rank alike
             reason = str(error)
     if transport == "peer":
@@ -454,24 +291,20 @@ def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Trans
     return None, reason
 
 
-def _side_nccl(world: Any, nccl: Any, main: Any) -> Transport | None:
-    """Return the ranks' collectives beside kernels, or None if they have none; the same on every rank."""
+def _nccl_transport(world: Any, nccl: Any, main: Any) -> Transport | None:
+    """Return NCCL's transport for overlapped collectives, or None where there is none; the same on every rank."""
     if world.size == 1:
         return None
-    from thdattn.comm.side import transport as side
-
     (ctas,) = results("THDATTN_NCCL_CTAS is no number", [world.bcast(attempt(_wanted_ctas), root=0)])
     if not ctas:
         return None
     try:
-        return side.SideNccl(world, nccl, main, ctas)
+        return NcclTransport(world, nccl, main, ctas)
     except RuntimeError as error:  # on every rank alike
         logger.warning("no communication overlaps kernels: %s", error)
         return None
 
 
 def _wanted_ctas() -> int:
-    """Return the thread blocks of a collective beside kernels, which THDATTN_NCCL_CTAS sets; 0: none is beside them."""
-    from thdattn.comm.side.transport import CTAS
-
+    """Return the thread blocks of an overlapped collective, which THDATTN_NCCL_CTAS sets; 0: none overlaps kernels."""
     return int(os.environ.get("THDATTN_NCCL_CTAS") or CTAS)

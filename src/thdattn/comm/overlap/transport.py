@@ -1,4 +1,4 @@
-"""Transport of the collectives that kernels overlap: a stream beside theirs, and the order of all streams."""
+"""Base of transports, which run overlapped collectives: a stream beside that of kernels, and the order of all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from thdattn.comm.beside.blocks import Blocks
+from thdattn.arguments import Array
 from thdattn.comm.failures.outcomes import Waiting, Watched
-from thdattn.comm.overlap import Arrival, OverlappedCollectives
+from thdattn.comm.overlap.blocks import Blocks
+from thdattn.comm.overlap.collectives import Arrival, OverlappedCollectives
 from thdattn.comm.slices import AllToAllSpec, Slices
-from thdattn.engines import Array
 
 _HIGHEST = -5  # the highest priority of streams
 
@@ -19,7 +19,7 @@ Wait = Callable[[], None]
 
 
 class Transport(OverlappedCollectives):
-    """A rank's collectives beside kernels, on a stream of their own.
+    """A rank's overlapped collectives, on a stream of their own.
 
     All ranks make the same calls in one order, on any streams. Events order these streams, in captured graphs as well.
     """
@@ -50,7 +50,7 @@ class Transport(OverlappedCollectives):
 
     @abstractmethod
     def carries(self, sizes: Any) -> bool:
-        """Return whether an exchange of these sizes goes beside kernels; the same on all ranks."""
+        """Return whether an exchange of these sizes overlaps kernels; the same on all ranks."""
 
     @abstractmethod
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:

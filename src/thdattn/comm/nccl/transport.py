@@ -1,8 +1,8 @@
-"""Side collectives: NCCL carries one group of heads while kernels compute another one.
+"""Transport through NCCL: it carries one group of heads while kernels compute another one.
 
 A second communicator with few thread blocks works on a stream of its own, which events order with the streams of
 kernels. A collective that no kernel overlaps takes the first communicator, which may use all multiprocessors, on the
-current stream. It comes after all side collectives, so that one collective of the attention runs at a time.
+current stream. It comes after all overlapped collectives, so that one collective of the attention runs at a time.
 
 Keys are gathered in place. A backward kernel writes partial sums in rank order into memory that NCCL sends from.
 """
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn import spans
+from thdattn.arguments import Array
 from thdattn.comm import Arrival, no_wait
-from thdattn.comm.beside import layout
-from thdattn.comm.beside.blocks import RECEIVED, SENT, SLICES, SUMS, Block
-from thdattn.comm.beside.transport import Transport, Wait
 from thdattn.comm.failures.outcomes import agreed
-from thdattn.comm.side import communicator
+from thdattn.comm.nccl import communicator
+from thdattn.comm.overlap import layout
+from thdattn.comm.overlap.blocks import RECEIVED, SENT, SLICES, SUMS, Block
+from thdattn.comm.overlap.transport import Transport, Wait
 from thdattn.comm.slices import Slices, address, copy
-from thdattn.engines import Array
 from thdattn.jit.structs import MAX_RANKS, PARTIALS
 
-CTAS = 4  # thread blocks of a side collective: more of them slow the kernels beside it
-WORTH_OVERLAPPING = 2**20  # bytes that a rank receives; fewer arrive before a side collective would have started
+CTAS = 4  # thread blocks of an overlapped collective: more of them slow the kernels
+WORTH_OVERLAPPING = 2**20  # bytes that a rank receives; fewer arrive before an overlapped collective would have started
 
 
 class _Partials(NamedTuple):
@@ -43,12 +43,12 @@ class _Partials(NamedTuple):
     num_received: int
 
 
-class SideNccl(Transport):
-    """A rank's collectives beside kernels, by NCCL.
+class NcclTransport(Transport):
+    """A rank's overlapped collectives, by NCCL.
 
     Args:
         main: its first communicator of these ranks.
-        ctas: thread blocks of a side collective.
+        ctas: thread blocks of an overlapped collective.
 
     Raises:
         RuntimeError: on every rank, if the second communicator does not start on one.
@@ -59,7 +59,7 @@ class SideNccl(Transport):
         self._nccl, self._main = nccl, main
         self._summing: _Partials | None = None  # of the last owner_partials
         agreed(world, "the start of a stream for collectives", self._begin)
-        self._side = communicator.start(world, nccl, ctas)
+        self._few_blocks = communicator.start_with_few_blocks(world, nccl, ctas)
 
     def gather_heads(
         self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
@@ -80,7 +80,7 @@ class SideNccl(Transport):
         if num_now < len(places):
             self._follow(stream)
         for parts in places[num_now:]:
-            self._gather(self._side, parts, self._stream)
+            self._gather(self._few_blocks, parts, self._stream)
             arrivals.append(self._arriving(parts, stream))
         return arrivals
 
@@ -118,9 +118,9 @@ class SideNccl(Transport):
         received, places = self._places(recvs)
         with self._together("exchange", self._stream):
             for place, peer in places:
-                self._side.recv(address(place), place.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
+                self._few_blocks.recv(address(place), place.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
             for part, peer in parts:
-                self._side.send(address(part), part.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
+                self._few_blocks.send(address(part), part.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
         if received is not None:
             self._spread(recvs, places, stream)
             received.last = self._recorded(self._stream)
@@ -176,7 +176,7 @@ class SideNccl(Transport):
             comm, stream = self._main, current
         else:
             self._follow(current)
-            comm, stream = self._side, self._stream
+            comm, stream = self._few_blocks, self._stream
         if self._adds_in_rank_order(in_rank_order):
             received = self._next(RECEIVED, summing.num_received, stream)
             self._add(self._exchanged(comm, summing, received, stream), self.size, rows, results, stream)
@@ -228,7 +228,7 @@ class SideNccl(Transport):
 
     def close(self) -> None:
         self._stream.synchronize()
-        self._side.destroy()
+        self._few_blocks.destroy()
         self._summing = None
         self._blocks.close()
 
@@ -258,7 +258,7 @@ class SideNccl(Transport):
                 self._nccl.groupEnd()
 
     def _meet(self, stream: Any) -> None:
-        """Make a stream wait for all side collectives so far; later ones follow it."""
+        """Make a stream wait for all overlapped collectives so far; later ones follow it."""
         self._follow(stream)
         stream.wait_event(self._recorded(self._stream))
 

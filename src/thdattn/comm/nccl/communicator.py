@@ -1,6 +1,7 @@
-"""NCCL communicator with few thread blocks, so that kernels keep most multiprocessors while a collective runs.
+"""Communicators of NCCL, which start on all ranks or on none.
 
-CuPy's communicator has no such setting. This one makes the same calls on the library that CuPy has loaded.
+FewBlocks is one with few thread blocks, so that kernels keep most multiprocessors while a collective runs. CuPy's
+communicator has no such setting. FewBlocks makes the same calls on the library that CuPy has loaded.
 
 Source: nccl.h, ncclCommInitRankConfig and ncclConfig_t.
 """
@@ -10,12 +11,50 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from thdattn.comm.failures.outcomes import attempt
-from thdattn.comm.nccl import start as start_on_all
+from thdattn.comm.failures.outcomes import Waiting, attempt, results
 
 _MAGIC, _VERSION, _UNSET = 0xCAFEBEEF, 21700, -(2**31)  # NCCL_API_MAGIC, 2.17.0, NCCL_CONFIG_UNDEF_INT
+
+
+def start(
+    world: Any, nccl: Any, failure: str, make: Callable[[int, bytes, int], Any], waiting: Waiting = nullcontext
+) -> Any:
+    """Make a communicator on all ranks, or raise on all ranks.
+
+    Args:
+        failure: what to say if a rank does not make it.
+        make: makes it from the number of ranks, an id, and the rank.
+        waiting: makes a context in which a rank that failed waits for the others, given its failure. They may be in
+            `make` still, which has no timeout.
+    """
+    # NOTE: the outcome is sent, not the id: a rank 0 that raised here would leave the others in bcast.
+    made = world.bcast(attempt(nccl.get_unique_id) if world.rank == 0 else None, root=0)
+    (unique_id,) = results("NCCL made no unique id", [made])
+    ok, result = attempt(lambda: make(world.size, unique_id, world.rank))
+    with nullcontext() if ok else waiting(f"{failure} here ({result})"):
+        outcomes = world.allgather((ok, None if ok else result))
+    results(failure, outcomes)
+    return result
+
+
+def start_with_few_blocks(world: Any, nccl: Any, ctas: int) -> Any:
+    """Make a communicator on all ranks, an ordinary one where NCCL takes no number of thread blocks on one rank.
+
+    Raises:
+        RuntimeError: on every rank, if one cannot start it.
+    """
+    failure = "NCCL's second communicator did not start"
+    able, _ = attempt(library)
+    if all(world.allgather(able)):
+        try:
+            return start(world, nccl, failure, lambda size, name, rank: FewBlocks(size, name, rank, ctas))
+        except RuntimeError:  # on all ranks alike
+            pass
+    return start(world, nccl, failure, nccl.NcclCommunicator)
 
 
 class Config(ctypes.Structure):
@@ -97,22 +136,6 @@ def library() -> Any:
     if version.value < _VERSION:
         raise RuntimeError(f"NCCL is {version.value}, wanted {_VERSION} or newer")
     return found
-
-
-def start(world: Any, nccl: Any, ctas: int) -> Any:
-    """Make a communicator on all ranks, an ordinary one where NCCL takes no number of thread blocks on one rank.
-
-    Raises:
-        RuntimeError: on every rank, if one cannot start it.
-    """
-    failure = "NCCL's second communicator did not start"
-    able, _ = attempt(library)
-    if all(world.allgather(able)):
-        try:
-            return start_on_all(world, nccl, failure, lambda size, name, rank: FewBlocks(size, name, rank, ctas))
-        except RuntimeError:  # on all ranks alike
-            pass
-    return start_on_all(world, nccl, failure, nccl.NcclCommunicator)
 
 
 def _pointers(*addresses: int) -> list[Any]:

@@ -1,6 +1,6 @@
 """Collectives that overlap computation: keys are gathered, and gradients summed, one group of heads after another.
 
-Every comm has them, one collective after another. A transport (beside/transport.py) has them run beside kernels.
+Every comm has them, one collective after another. A transport (overlap/transport.py) has them overlap kernels.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from thdattn.arguments import Array
 from thdattn.comm.slices import AllToAllSpec, Slices, copy
-from thdattn.engines import Array
 
 
 def no_wait() -> None:

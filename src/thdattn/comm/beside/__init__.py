@@ -1,1 +1,0 @@
-"""Collectives beside kernels: what transports through peer memory and through NCCL share."""
