@@ -27,6 +27,7 @@ from thdattn.comm.agreement import settle
 from thdattn.costs.model import compared
 from thdattn.packing import PackedBatch
 from thdattn.plan.key_transfers import NeededRows, Routes, needed_rows
+from thdattn.sharding import Sharding
 
 CAUSAL = (-1, 0)
 COLUMNS = {"layout_ms": "layout, ms", "transfers_ms": "transfers, ms", "agreement_ms": "agreement, ms",
@@ -81,7 +82,7 @@ def plan_times(lengths: Sequence[int], ranks: int) -> tuple[float, float, float]
 
 
 def transfers_of(batch: PackedBatch, ranks: int) -> NeededRows:
-    return needed_rows(batch, ranks, CAUSAL, -(-batch.total_rows // ranks))
+    return needed_rows(Sharding(batch, ranks, "balanced"), CAUSAL)
 
 
 def held_bytes(lengths: Sequence[int], ranks: int) -> int:

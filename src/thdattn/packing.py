@@ -289,12 +289,11 @@ class PackedBatch:
                 "make the host wait; build the PackedBatch from NumPy offsets (cu_seqlens.get())"
             )
 
-    def _pieces(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _pieces(self) -> tuple[NDArray[np.integer[Any]], NDArray[np.int32]]:
         """Return the first rows and the lengths of all sequences, or of all nodes of trees."""
         if self.trees is None:
             return self.cu_seqlens_padded[:-1], self.lengths
-        padding: NDArray[np.int32] = (self.cu_seqlens_padded - self.cu_seqlens)[self.trees.tree]
-        return self.trees.nodes[:-1] + padding, self.trees.lengths
+        return self.trees.rows(self.cu_seqlens_padded)[0], self.trees.lengths
 
     def _check_padding(self) -> None:
         if tuple(self.cu_seqlens_padded.shape) != tuple(self.cu_seqlens.shape):

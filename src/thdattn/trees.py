@@ -100,6 +100,20 @@ class Trees:
         """Return the node of each token, from its offset, which must be below the number of tokens."""
         return np.searchsorted(self.nodes[1:], token, side="right").astype(np.int64)
 
+    def rows(self, begins: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Return the first row of every node, the row behind its last token, and the row behind its subtree.
+
+        Args:
+            begins: first row of every tree in the packed buffer; more may follow.
+
+        Returns:
+            (3, num_nodes) int64.
+        """
+        roots = self.nodes[:-1][self.parents < 0]
+        shift = (begins[: len(roots)] - roots).astype(np.int64)
+        rows: NDArray[np.int64] = np.stack([self.nodes[:-1], self.nodes[1:], self.ends]) + shift[self.tree]
+        return rows
+
     def tree_lengths(self) -> NDArray[np.int64]:
         """Return the tokens of each tree, (num_trees,)."""
         roots = self.parents < 0

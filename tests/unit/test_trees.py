@@ -14,6 +14,7 @@ from tree_cases import MIXED, TREES, random_case, sees, unrolled
 import thdattn
 from thdattn import CPAttention, PackedBatch, oracle
 from thdattn.balance import balanced_runs
+from thdattn.capacity import Mask
 from thdattn.comm import run_local
 from thdattn.costs import predicted
 from thdattn.plan.key_transfers import foreign_tiles, needed_rows
@@ -346,13 +347,13 @@ def test_a_rank_gets_exactly_the_keys_that_its_queries_see(case, cp_size):
     full = np.zeros((batch.total_rows + 1,) * 2, bool)
     tokens = token_rows(batch)
     full[np.ix_(tokens, tokens)] = sees(case.lengths, case.parents)
-    needed = needed_rows(batch, cp_size, CAUSAL, sharding.local_rows)
+    needed = needed_rows(sharding, CAUSAL)
     for rank in range(cp_size):
         mine = sharding.rows(rank)
         seen = np.flatnonzero(full[mine].any(axis=0))
         assert needed.key_side(rank).filled()["rows_of_keys"].tolist() == seen.tolist()
         others = np.setdiff1d(seen, mine)
-        queries, keys = foreign_tiles(batch, cp_size, CAUSAL, sharding.local_rows, rank, (16, 8))
+        queries, keys = foreign_tiles(sharding, Mask(CAUSAL, (16, 8)), rank)
         foreign = full[mine][:, others].any(axis=1)
         assert queries.tolist() == [bool(foreign[i : i + 16].any()) for i in range(0, len(mine), 16)]
         assert keys.tolist() == [bool(np.isin(seen[i : i + 8], others).any()) for i in range(0, len(seen), 8)]
@@ -361,6 +362,6 @@ def test_a_rank_gets_exactly_the_keys_that_its_queries_see(case, cp_size):
 def test_whole_trees_stay_on_one_rank_where_they_fit():
     batch = thdattn.PackedBatch.from_trees([300, 200, 200] * 8, [parent for i in range(8)
                                                                  for parent in (-1, 3 * i, 3 * i)])
-    assert not needed_rows(batch, 4, CAUSAL, 1400).key_side(0).filled()["sends"].size
+    assert not needed_rows(thdattn.Sharding(batch, 4, "balanced"), CAUSAL).key_side(0).filled()["sends"].size
     for tree in range(8):
         assert len(set(balanced_runs(batch, 4).rank[balanced_runs(batch, 4).sequence == tree])) == 1

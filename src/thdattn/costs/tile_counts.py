@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.balance import Ints
+from thdattn.capacity import Mask
 from thdattn.packing import once
 from thdattn.plan.key_transfers import foreign_tiles
 from thdattn.plan.ranges import key_ranges
@@ -77,7 +78,7 @@ def own_tiles(sharding: Sharding, window: tuple[int, int]) -> Ints:
     def counted() -> Ints:
         found = []
         for rank in counted_ranks(sharding.cp_size).tolist():
-            foreign = foreign_tiles(sharding.batch, sharding.cp_size, window, sharding.local_rows, rank, (TILE, TILE))
+            foreign = foreign_tiles(sharding, Mask(window, (TILE, TILE)), rank)
             query, first, last = _runs(key_ranges(sharding, rank, window))
             keys = np.append(0, np.cumsum(~foreign[1]))
             found.append((int((last - first)[~foreign[0][query]].sum()), int((keys[last] - keys[first]).sum())))

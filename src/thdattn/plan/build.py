@@ -68,7 +68,7 @@ def exceeded_capacity(plan: Plan) -> str:
     sharding = plan.sharding
     if sharding.capacity is None or plan.batch.on_device:
         return ""
-    over = needed_rows(plan.batch, plan.cp_size, plan.window, plan.local_rows).excess(sharding.capacity)
+    over = needed_rows(sharding, plan.window).excess(sharding.capacity)
     over = over or sharding.capacity.excess_tiles(plan.foreign_tiles, plan.tiles)
     return over and f"the layout has {over}, the sharding's capacity; make one of a larger capacity"
 

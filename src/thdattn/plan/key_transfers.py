@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.balance import Ints, balanced_runs, within_rank
-from thdattn.capacity import BalancedCapacity, Flags
+from thdattn.capacity import BalancedCapacity, Flags, Mask, Window
 from thdattn.packing import PackedBatch, once, rows_of_runs
 from thdattn.plan.mask import in_sight, transposed
-from thdattn.trees import Trees
+from thdattn.sharding import Sharding
 
 
 class Pieces(NamedTuple):
@@ -268,13 +268,14 @@ def _unread(own: Ints, sent: Ints) -> tuple[Ints, Ints, Ints]:
     return key_row[move] + begin - row[move], size, begin
 
 
-def needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:
-    """Return the key buffers of all ranks, for a batch spread by balanced_runs; cached per batch and window."""
-    return once(batch, (cp_size, window, local_rows), lambda: _needed_rows(batch, cp_size, window, local_rows))
+def needed_rows(sharding: Sharding, window: Window) -> NeededRows:
+    """Return the key buffers of all ranks of a sharding by runs; cached per batch and window."""
+    key = sharding.cp_size, window, sharding.local_rows
+    return once(sharding.batch, key, lambda: _needed_rows(sharding, window))
 
 
-def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:
-    runs = balanced_runs(batch, cp_size)
+def _needed_rows(sharding: Sharding, window: Window) -> NeededRows:
+    batch, cp_size, runs = sharding.batch, sharding.cp_size, balanced_runs(sharding.batch, sharding.cp_size)
     local = runs.local_rows()
     tokens = runs.sequence >= 0
     rank, begin, end, sequence, local = (x[tokens] for x in (*runs, local))
@@ -282,7 +283,7 @@ def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], loca
     key_row = within_rank(key_rank, key_end - key_begin)
 
     sizes = np.bincount(key_rank, key_end - key_begin, minlength=cp_size).astype(np.int64)
-    return NeededRows(local_rows, sizes, np.stack([key_rank, key_begin, key_end, key_row]),
+    return NeededRows(sharding.local_rows, sizes, np.stack([key_rank, key_begin, key_end, key_row]),
                       np.stack([rank, begin, end, local]))
 
 
@@ -322,50 +323,49 @@ def _rows_below(begins: Ints, row: Ints) -> Ints:
 
 
 def foreign_tiles(
-    batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int, cp_rank: int | None,
-    tiles: tuple[int, int], capacity: BalancedCapacity | None = None,
+    sharding: Sharding, mask: Mask, cp_rank: int | None, capacity: BalancedCapacity | None = None
 ) -> Flags:
     """Return the tiles that need key rows of other ranks; the compute of all other tiles overlaps their exchange.
 
     Args:
         cp_rank: of which rank; None: of all, as (cp_size, tiles) each, in time linear in all moves.
-        tiles: rows per tile of queries and of keys.
         capacity: sizes that key buffers are filled up to; see key_side.
 
     Returns:
         (query tiles,) bool, True if a query of the tile sees a row of another rank; and
         (key tiles,) bool, True if a row of the tile belongs to another rank.
     """
-    needed = needed_rows(batch, cp_size, window, local_rows)
+    needed, (window, tiles) = needed_rows(sharding, mask.window), mask
     moves = needed.moves if cp_rank is None else needed.receives(cp_rank)
     moves = moves[:, moves[0] != moves[1]]
     _, receiver, _, key_row, sizes, row = moves[:, np.lexsort((moves[3], moves[1]))]
     first, key_rows = cp_rank or 0, int(needed.sizes.max() if cp_rank is None else needed.sizes[cp_rank])
     key_rows = key_rows if capacity is None else capacity.key_rows
-    rank, *seen = _queries_of_runs(batch, receiver, row, row + sizes, window)
-    begin, end = (_local_rows_before(batch, cp_size, rank, x) for x in seen)
-    num_ranks = cp_size if cp_rank is None else 1
-    flags = (_tiles_with(rank - first, begin, end, (num_ranks, local_rows), tiles[0]),
+    rank, *seen = _queries_of_runs(sharding.batch, receiver, row, row + sizes, window)
+    begin, end = (_local_rows_before(sharding, rank, x) for x in seen)
+    num_ranks = sharding.cp_size if cp_rank is None else 1
+    flags = (_tiles_with(rank - first, begin, end, (num_ranks, sharding.local_rows), tiles[0]),
              _tiles_with(receiver - first, key_row, key_row + sizes, (num_ranks, key_rows), tiles[1]))
     return flags if cp_rank is None else (flags[0][0], flags[1][0])
 
 
-def _local_rows_before(batch: PackedBatch, cp_size: int, rank: Ints, row: Ints) -> Ints:
+def _local_rows_before(sharding: Sharding, rank: Ints, row: Ints) -> Ints:
     """Return how many local rows of ranks come before rows of the pack."""
-    runs, apart = balanced_runs(batch, cp_size), batch.total_rows + 1  # puts ranks one after another
+    runs = balanced_runs(sharding.batch, sharding.cp_size)
+    apart = sharding.batch.total_rows + 1  # puts ranks one after another
     run = np.searchsorted(runs.begin + runs.rank * apart, row + rank * apart, side="right") - 1
     before = runs.local_rows()[run] + np.minimum(row, runs.end[run]) - runs.begin[run]
     return np.where((run >= 0) & (runs.rank[run] == rank), before, 0)
 
 
 def _queries_of_runs(
-    batch: PackedBatch, rank: Ints, begin: Ints, end: Ints, window: tuple[int, int]
+    batch: PackedBatch, rank: Ints, begin: Ints, end: Ints, window: Window
 ) -> tuple[Ints, Ints, Ints]:
     """Return (rank, begin, end) of the rows of the pack that see keys of runs, which ascend in a rank: what the
     transposed window shows of them.
     """
     if batch.trees is not None:
-        first, last, stop = _rows_of_nodes(batch, batch.trees)
+        first, last, stop = batch.trees.rows(batch.cu_seqlens_padded)
         begins = np.searchsorted(last, begin, side="right")
         counts = np.searchsorted(first, end, side="left") - begins
         run, node = np.repeat(np.arange(len(begin)), counts), rows_of_runs(begins, counts)
@@ -391,14 +391,14 @@ def _tiles_with(rank: Ints, begin: Ints, end: Ints, shape: tuple[int, int], tile
 
 
 def _runs_in_sight(
-    batch: PackedBatch, rank: Ints, begin: Ints, end: Ints, sequence: Ints, window: tuple[int, int]
+    batch: PackedBatch, rank: Ints, begin: Ints, end: Ints, sequence: Ints, window: Window
 ) -> tuple[Ints, Ints, Ints]:
     """Return (rank, begin, end) of the rows of the pack that queries of runs see; adjacent results are merged.
 
     mask.py says why the queries of a run see one run of rows, whose ends ascend over a rank's runs.
     """
     if batch.trees is not None:
-        rank, low, high = _nodes_in_sight(batch, batch.trees, rank, begin, end)
+        rank, low, high = _nodes_in_sight(batch.trees.rows(batch.cu_seqlens_padded), rank, begin, end)
         return _merged(rank, low, high)
     first, length = batch.cu_seqlens_padded[sequence].astype(np.int64), batch.lengths[sequence].astype(np.int64)
     low = first + in_sight(begin - first, length, length, window)[0]
@@ -406,25 +406,22 @@ def _runs_in_sight(
     return _merged(rank, low, high)
 
 
-def _nodes_in_sight(batch: PackedBatch, trees: Trees, rank: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+def _nodes_in_sight(nodes: Ints, rank: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """Return (rank, begin, end) of the rows of every node that queries of runs see, by rank and row.
 
     A rank sees a node up to the last of its own rows in the node's subtree: whole, if that row is in a descendant.
+
+    Args:
+        nodes: as Trees.rows returns them.
     """
-    first, last, stop = _rows_of_nodes(batch, trees)
+    first, last, stop = nodes
     ranks = np.arange(rank.max(initial=-1) + 1)
-    apart = batch.total_rows + 1  # puts ranks one after another
+    apart = max(end.max(initial=0), stop.max(initial=0)) + 1  # puts ranks one after another
     run = np.searchsorted(begin + rank * apart, stop + ranks[:, None] * apart, side="left") - 1
     seen = np.where((run >= 0) & (rank[run] == ranks[:, None]), end[run], 0) if len(rank) else run
     high = np.minimum(np.minimum(seen, stop), last)
     owner, node = np.nonzero(high > first)
     return owner, first[node], high[owner, node]
-
-
-def _rows_of_nodes(batch: PackedBatch, trees: Trees) -> tuple[Ints, Ints, Ints]:
-    """Return the first row of every node, the row behind its last one, and the row behind its subtree."""
-    padding = (batch.cu_seqlens_padded - batch.cu_seqlens).astype(np.int64)[trees.tree]
-    return trees.nodes[:-1] + padding, trees.nodes[1:] + padding, trees.ends + padding
 
 
 def _merged(rank: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
@@ -434,8 +431,8 @@ def _merged(rank: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
     return rank[new], low[new], high[np.append(new[1:], True)[: len(rank)]]
 
 
-def all_rows(batch: PackedBatch, cp_size: int, local_rows: int) -> Pieces:
-    """Return the rows of the pack that the ranks of balanced_runs own, rank after rank; -1 for fillers."""
-    runs = balanced_runs(batch, cp_size)
+def all_rows(sharding: Sharding) -> Pieces:
+    """Return the rows of the pack that the ranks of a sharding by runs own, rank after rank; -1 for fillers."""
+    runs, local_rows = balanced_runs(sharding.batch, sharding.cp_size), sharding.local_rows
     begin = runs.rank * local_rows + runs.local_rows()
-    return Pieces.of(cp_size * local_rows, begin, runs.end - runs.begin, runs.begin)
+    return Pieces.of(sharding.cp_size * local_rows, begin, runs.end - runs.begin, runs.begin)

@@ -18,12 +18,11 @@ _BEHIND_ALL = np.iinfo(np.int32).max  # begin of the pieces that a layout does n
 
 def excess(sharding: Sharding, sizes: LayoutSizes) -> str:
     """Describe by how much a layout exceeds the sizes; return "" if it fits. All ranks return the same."""
-    of = sharding.batch, sharding.cp_size
     for mask, capacity in sizes.capacities.items():
-        needed = needed_rows(*of, mask.window, sharding.local_rows)
+        needed = needed_rows(sharding, mask.window)
         if over := needed.excess(capacity):
             return over
-        runs = len(balanced_runs(*of).rank) + needed.runs.shape[1]
+        runs = len(balanced_runs(sharding.batch, sharding.cp_size).rank) + needed.runs.shape[1]
         if runs > sizes.max_runs:
             return f"{runs} runs of rows, wanted at most {sizes.max_runs}"
         if over := capacity.excess_tiles(_foreign(sharding, mask, capacity), mask.tiles):
@@ -33,9 +32,9 @@ def excess(sharding: Sharding, sizes: LayoutSizes) -> str:
 
 def needed_capacity(sharding: Sharding, masks: Iterable[Mask]) -> BalancedCapacity:
     """Return the least capacity that a layout fits."""
-    of, found = (sharding.batch, sharding.cp_size), []
+    found = []
     for mask in masks:
-        needed = needed_rows(*of, mask.window, sharding.local_rows)
+        needed = needed_rows(sharding, mask.window)
         queries, keys = _foreign(sharding, mask)
         early_queries = min(sharding.local_rows, mask.tiles[0] * (~queries).sum(1).min())
         found.append((needed.table.max(), needed.sizes.max(), -early_queries, mask.tiles[1] * keys.sum(1).max()))
@@ -45,11 +44,9 @@ def needed_capacity(sharding: Sharding, masks: Iterable[Mask]) -> BalancedCapaci
 
 def write(sharding: Sharding, cp_rank: int, tables: LayoutTables) -> None:
     """Write the layout, which fits, to a rank's tables; they are in host memory here."""
-    of = sharding.batch, sharding.cp_size
-    _fill(tables.rows, all_rows(*of, sharding.local_rows))
+    _fill(tables.rows, all_rows(sharding))
     for mask, capacity in tables.sizes.capacities.items():
-        side = needed_rows(*of, mask.window, sharding.local_rows).key_side(cp_rank, capacity)
-        _fill(tables.key_side(mask), side.pieces)
+        _fill(tables.key_side(mask), needed_rows(sharding, mask.window).key_side(cp_rank, capacity).pieces)
         queries, keys = _foreign(sharding, mask, capacity)
         first_tiles = capacity.first_of((queries[cp_rank], keys[cp_rank]), mask.tiles)
         for second, first in zip(tables.second_tiles(mask), first_tiles, strict=True):
@@ -58,9 +55,8 @@ def write(sharding: Sharding, cp_rank: int, tables: LayoutTables) -> None:
 
 def _foreign(sharding: Sharding, mask: Mask, capacity: BalancedCapacity | None = None) -> Flags:
     """Return foreign_tiles of all ranks of a layout; cached per batch."""
-    size, rows = sharding.cp_size, sharding.local_rows
-    return once(sharding.batch, ("foreign tiles", size, mask, rows, capacity), lambda: foreign_tiles(
-        sharding.batch, size, mask.window, rows, None, mask.tiles, capacity))
+    key = "foreign tiles", sharding.cp_size, mask, sharding.local_rows, capacity
+    return once(sharding.batch, key, lambda: foreign_tiles(sharding, mask, None, capacity))
 
 
 def _fill(table: tuple[NDArray[np.int32], np.int32], pieces: Pieces) -> None:

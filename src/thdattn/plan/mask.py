@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 
 from thdattn.packing import PackedBatch
 
-Mask = tuple[int, int]
+Window = tuple[int, int]
 Ints = NDArray[np.signedinteger[Any]]
 
 
-def in_sight(position: Ints, length: Ints, other_length: Ints, mask: Mask) -> tuple[Ints, Ints]:
+def in_sight(position: Ints, length: Ints, other_length: Ints, mask: Window) -> tuple[Ints, Ints]:
     """Return [first, last), the positions of the other side that each token sees; first >= last where it sees none.
 
     The last positions of both sides are the same place. Arguments broadcast, and have one dtype.
@@ -84,24 +84,24 @@ def positions_in_paths(batch: PackedBatch, sequence: Ints, position: Ints) -> In
     return np.where(lengths > 0, position + skipped, position)
 
 
-def transposed(mask: Mask) -> Mask:
+def transposed(mask: Window) -> Window:
     """Return the mask as keys see it: in_sight then finds the queries that see a key."""
     return mask[::-1]
 
 
-def most_in_sight(mask: Mask, length: int) -> int:
+def most_in_sight(mask: Window, length: int) -> int:
     """Return the largest number of `length` keys that one query sees."""
     return min(length, sum(mask) + 1) if min(mask) >= 0 else length
 
 
-def hides_tokens(batch: PackedBatch, other: PackedBatch, mask: Mask) -> bool:
+def hides_tokens(batch: PackedBatch, other: PackedBatch, mask: Window) -> bool:
     """Return whether a token of batch (lengths on the host) sees no token of other; then the first one sees none."""
     lengths, others = batch.lengths, other.lengths
     first, last = in_sight(np.zeros_like(lengths), lengths, others, mask)
     return bool(((lengths > 0) & (first >= last)).any())
 
 
-def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, mask: Mask) -> int:
+def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, mask: Window) -> int:
     """Return the number of (query, key) pairs that a mask leaves; the lengths must be on the host.
 
     Each side of the window removes a triangle from the rectangle of queries and keys, cut off at its far side.

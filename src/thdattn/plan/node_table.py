@@ -30,11 +30,10 @@ def node_table(batch: PackedBatch, num_columns: int | None = None) -> NDArray[np
     if trees is None:
         trees = Trees.of(batch.lengths.astype(np.int64), np.full(batch.num_seqs, -1))
     some = trees.lengths > 0
-    padding, firsts = (batch.cu_seqlens_padded - batch.cu_seqlens)[trees.tree], trees.nodes[:-1]
     column = np.append(np.cumsum(some) - 1, -1)  # the last one for -1
     above = np.where(trees.before < 0, -1, trees.node_of(trees.before))
-    columns = (firsts + padding, trees.nodes[1:] + padding, trees.ends + padding,
-               trees.depths - (firsts - batch.cu_seqlens[trees.tree]), column[above])
+    skipped = trees.depths - (trees.nodes[:-1] - batch.cu_seqlens[trees.tree])
+    columns = *trees.rows(batch.cu_seqlens_padded), skipped, column[above]
     table = np.zeros((NODE_WORDS, some.sum() + 1 if num_columns is None else num_columns), np.int32)
     table[0], table[4] = batch.cu_seqlens_padded[-1], -1
     table[:, : some.sum()] = np.stack(columns)[:, some]

@@ -18,7 +18,7 @@ from thdattn.packing import PackedBatch
 from thdattn.plan import rank_rows
 from thdattn.plan.generations import Generation, renew
 from thdattn.plan.handles import give_handle
-from thdattn.plan.key_transfers import NeededRows, Routes, foreign_tiles, needed_rows
+from thdattn.plan.key_transfers import Routes, foreign_tiles, needed_rows
 from thdattn.plan.mask import hides_tokens, transposed, visible_pairs
 from thdattn.plan.workspace import Kept, Workspace
 from thdattn.sharding import Sharding
@@ -204,12 +204,8 @@ class Plan:
         if self.sharding.capacity is not None:
             return self.sharding.capacity.key_rows
         if self.sharding.by_runs:
-            return int(self._needed_rows.sizes[self.cp_rank])
+            return int(needed_rows(self.sharding, self.window).sizes[self.cp_rank])
         return self.key_batch.total_rows
-
-    @property
-    def _needed_rows(self) -> NeededRows:
-        return needed_rows(self.batch, self.cp_size, self.window, self.local_rows)
 
     @property
     def key_side_sizes(self) -> list[int]:
@@ -225,7 +221,7 @@ class Plan:
         """Numbers of key rows that ranks send to each other; None where ranks exchange all rows."""
         if self.sharding.capacity is not None:
             return Routes.fixed(self.sharding.capacity, self.cp_size, self.cp_rank)
-        return Routes.of(self._needed_rows, self.cp_rank) if self.sharding.by_runs else None
+        return Routes.of(needed_rows(self.sharding, self.window), self.cp_rank) if self.sharding.by_runs else None
 
     @property
     def slices(self) -> list[Plan]:
@@ -266,8 +262,7 @@ class Plan:
     @cached_property
     def foreign_tiles(self) -> Flags:
         """Flags, with needed rows: query tiles that see a row of another rank, and key tiles that have one."""
-        return foreign_tiles(self.batch, self.cp_size, self.window, self.local_rows, self.cp_rank, self.tiles,
-                             self.sharding.capacity)
+        return foreign_tiles(self.sharding, self.mask, self.cp_rank, self.sharding.capacity)
 
     @cached_property
     def first_tiles(self) -> Flags:

@@ -64,7 +64,7 @@ def key_ranges(
     """Compute key_ranges of host_arrays alone, for self-attention, in time linear in one rank's rows."""
     batch, rows_of_keys = sharding.batch, None if keys_of is None else sharding.rows(keys_of)
     if keys_of is None and sharding.by_runs:
-        needed = needed_rows(batch, sharding.cp_size, window, sharding.local_rows)
+        needed = needed_rows(sharding, window)
         rows_of_keys = Pieces.of(*needed.rows_of_keys(cp_rank, sharding.capacity)).filled()
     ranges = _rows_in_sight(_locate(sharding.rows(cp_rank), batch, batch), window)
     return ranges if rows_of_keys is None else _ranges_in(rows_of_keys, ranges)
@@ -81,8 +81,7 @@ def _key_side(
         return {"rank_order": None, "rows_of_keys": sharding.rows(keys_of)}
     if not sharding.by_runs:
         return {"rank_order": all_rows, "rows_of_keys": None}
-    needed = needed_rows(sharding.batch, sharding.cp_size, window, sharding.local_rows)
-    side = needed.key_side(cp_rank, sharding.capacity).filled()
+    side = needed_rows(sharding, window).key_side(cp_rank, sharding.capacity).filled()
     return {**side, "returns": side["returns"].reshape(sharding.cp_size, sharding.local_rows)}
 
 

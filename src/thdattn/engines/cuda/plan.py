@@ -310,7 +310,7 @@ def _rows(plan: Plan, offsets: Array, lengths: DeviceLengths | None = None) -> _
     if sharding.tables is not None:
         by_runs = sharding.tables.rows
     elif sharding.by_runs:
-        by_runs = _table(all_rows(sharding.batch, sharding.cp_size, local_rows))
+        by_runs = _table(all_rows(sharding))
     sizes = map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, local_rows, sharding.multiple > 1,
                            num_rows, order.size))
     _make(lengths, _ROWS, (_blocks(order.size),), (order, positions, valid, offsets[0], wrong, *by_runs, *sizes))
@@ -338,7 +338,7 @@ def _key_side(plan: Plan, rows: _Rows, lengths: DeviceLengths | None) -> dict[st
     if plan.sharding.tables is not None:
         table = plan.sharding.tables.key_side(plan.mask)
     else:
-        needed = needed_rows(plan.batch, plan.cp_size, plan.window, plan.local_rows)
+        needed = needed_rows(plan.sharding, plan.window)
         table = _table(needed.key_side(plan.cp_rank, plan.sharding.capacity).pieces)
     made = launch.new(plan_buffers(plan)["key_side"])
     _make(lengths, _RUNS, (_blocks(made.size),), (made, *table, np.int32(made.size)))
