@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thdattn.comm import Pending
+from thdattn.comm.slices import copy
 from thdattn.engines import Array
 from thdattn.mamba.shape import Inputs, segment_rows
 from thdattn.plan.memory import Memory, largest_windows
@@ -68,16 +69,47 @@ def forward(layer: Layer, plan: Plan, zxbcdt: Array, weights: Mamba2Weights) -> 
 
     zxbcdt, weights: the engine's arrays.
     """
-    engine, comm, shape, _ = layer
-    halo = engine.mixer_tail(zxbcdt, plan, shape)
+    _, comm, shape, _ = layer
+    halo = last_rows(plan, shape, zxbcdt)
     if comm.size > 1 and shape.reach:
         tails, wait = gather(comm, plan, "rows", halo)
         wait()
-        halo = engine.mixer_halo(tails, plan, shape)
+        halo = _halo(plan, shape, tails)
     out = plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype)
     kept = compute(layer, Inputs(zxbcdt, weights, plan, shape, halo), out, partial(_pass_states, layer, plan))
     plan.engine.nan_if_invalid(plan, out)
     return out, kept
+
+
+def last_rows(plan: Plan, shape: MixerShape, zxbcdt: Array) -> Any:
+    """Return the last rows of x, B and C, (reach, channels), which the convolution of later ranks reads.
+
+    Rows that this rank does not have hold anything; on one rank all do.
+    """
+    tail = plan.workspace.array(_last_rows(shape))
+    count = min(shape.reach, plan.local_rows)
+    if plan.cp_size > 1 and count:
+        copy(tail[-count:], shape.parts(zxbcdt)[1][-count:])
+    return tail
+
+
+def _last_rows(shape: MixerShape) -> Buffer:
+    return Buffer("last rows", (shape.reach, shape.channels), shape.dtype)
+
+
+def _halo(plan: Plan, shape: MixerShape, tails: Array) -> Any:
+    """Return the rows in front of this rank's, a new array (reach, channels), from the last rows of all ranks.
+
+    Rows in front of the pack hold anything, as nothing reads them.
+    """
+    halo = plan.engine.empty((shape.reach, shape.channels), shape.dtype)
+    missing = shape.reach
+    for rank in reversed(range(plan.cp_rank)):
+        if count := min(missing, plan.local_rows):
+            end = (rank + 1) * shape.reach
+            copy(halo[missing - count : missing], tails[end - count : end])
+            missing -= count
+    return halo
 
 
 def compute(layer: Layer, inputs: Inputs, out: Array, pass_states: PassStates) -> Kept:
@@ -96,13 +128,14 @@ def memory(layer: Layer, plan: Plan) -> Memory:
     engine, comm, shape, keep = layer
     rows, segments = plan.local_rows, -(-plan.local_rows // segment_rows(plan.batch, engine.mixer_segment_rows))
     zxbcdt = Buffer("zxbcdt", (rows, shape.columns), shape.dtype)
-    work, backward = engine.mixer_forward_buffers(plan, shape), engine.mixer_backward_buffers(plan, shape)
+    work = [_last_rows(shape), *engine.mixer_forward_buffers(plan, shape)]
+    backward = engine.mixer_backward_buffers(plan, shape)
     saved = [zxbcdt, *[Buffer(name, (rows, shape.d_inner), shape.dtype) for name in ("out", "y")],
              Buffer("states", (segments, *shape.state), shape.sum_dtype)]
     (saved if keep else work).extend(engine.mixer_activations(plan, shape))
     windows = {}
     if plan.cp_size > 1:
-        halo = Buffer("rows in front", (shape.reach, shape.channels), shape.dtype)
+        halo = _last_rows(shape)._replace(name="rows in front")
         summary = Buffer("summary", (1, shape.summary), shape.sum_dtype)
         there = [of_ranks("rows", plan, halo), of_ranks("states", plan, summary)]
         back = [of_ranks("gradients of states", plan, summary),

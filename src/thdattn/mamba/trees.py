@@ -23,7 +23,15 @@ import numpy as np
 
 from thdattn.engines import Array
 from thdattn.mamba import context_parallel
-from thdattn.mamba.context_parallel import Kept, Layer, compute, compute_gradients, gather, of_ranks
+from thdattn.mamba.context_parallel import (
+    Kept,
+    Layer,
+    compute,
+    compute_gradients,
+    gather,
+    last_rows,
+    of_ranks,
+)
 from thdattn.mamba.nodes import Crossings, Ints, Layout, Sent, crossings, cut, layout, sent
 from thdattn.mamba.shape import Copies, Inputs, Mamba2Weights, MixerShape, segment_rows
 from thdattn.packing import PackedBatch
@@ -280,7 +288,7 @@ def _filled(
     if len(received):
         nodes.plan.engine.place_rows([received[:, None]], nodes.returned[: len(received)], nodes.plan, [rows[:, None]])
     layer.engine.mixer_clear_dt(rows, nodes.others, layer.shape)
-    return Inputs(rows, weights, nodes.plan, layer.shape, layer.engine.mixer_tail(rows, nodes.plan, layer.shape))
+    return Inputs(rows, weights, nodes.plan, layer.shape, last_rows(nodes.plan, layer.shape, rows))
 
 
 def _move(plan: Plan, x: Array, order: Array, into: Array) -> None:

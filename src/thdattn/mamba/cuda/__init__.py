@@ -20,12 +20,10 @@ from thdattn.mamba.cuda.forward import (
     mixer_fold,
     mixer_fold_trees,
     mixer_forward_buffers,
-    mixer_halo,
     mixer_scan,
     mixer_segment_rows,
     mixer_start,
     mixer_states,
-    mixer_tail,
 )
 from thdattn.mamba.cuda.norm import mixer_norm
 from thdattn.mamba.cuda.trees import mixer_add_copies, mixer_clear_dt

@@ -19,7 +19,6 @@ from thdattn.jit.tensor_map import tensor_map
 from thdattn.kernels.configs import SLAB
 from thdattn.kernels.instances import instance
 from thdattn.mamba import configs
-from thdattn.mamba.reference.conv import halo_rows
 from thdattn.mamba.shape import CHUNK, Activations, Inputs, MixerShape, segment_rows
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import FLOAT32, Buffer
@@ -97,12 +96,8 @@ def mixer_activations(plan: Plan, shape: MixerShape) -> list[Buffer]:
 
 def mixer_forward_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
     """Declare the work buffers of a forward; see reference.mixer_forward_buffers."""
-    made = [_last_rows(shape), _decays(plan, shape), _summary(shape)]
+    made = [_decays(plan, shape), _summary(shape)]
     return made if plan.cp_size == 1 else [*made, _start(shape)]
-
-
-def _last_rows(shape: MixerShape) -> Buffer:
-    return Buffer("last rows", (shape.reach, shape.channels), shape.dtype)
 
 
 def _decays(plan: Plan, shape: MixerShape) -> Buffer:
@@ -115,39 +110,6 @@ def _summary(shape: MixerShape) -> Buffer:
 
 def _start(shape: MixerShape) -> Buffer:
     return Buffer("state in front", shape.state, FLOAT32)
-
-
-def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
-    """Return the last rows of x, B and C for other ranks; see reference.mixer_tail. On one rank they hold anything."""
-    tail = plan.workspace.array(_last_rows(shape))
-    count = min(shape.reach, plan.local_rows)
-    if plan.cp_size > 1 and count:
-        last = _words(shape.parts(zxbcdt)[1])[plan.local_rows - count :]
-        _words(tail)[shape.reach - count :] = last
-    return tail
-
-
-def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
-    """Return the rows in front of this rank's as a new array; see reference.mixer_halo."""
-    halo = launch.empty((shape.reach, shape.channels), shape.dtype)
-    into, tails = _words(halo), _words(tails)
-    for to, rows in _halo_runs(plan, shape):
-        into[to] = tails[rows]
-    return halo
-
-
-@memoized
-def _halo_runs(plan: Plan, shape: MixerShape) -> list[tuple[slice, slice]]:
-    """Return (destination, source) slices of consecutive rows, as few as possible."""
-    rows = halo_rows(plan, shape).tolist()
-    begins = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
-    ends = [*begins[1:], len(rows)]
-    return [(slice(i, end), slice(rows[i], rows[i] + end - i)) for i, end in zip(begins, ends, strict=True)]
-
-
-def _words(x: Array) -> Array:
-    """Return a view as integers, as CuPy does not copy every dtype between arrays of any strides."""
-    return x.view(np.uint16)
 
 
 def mixer_conv(inputs: Inputs, keep: bool = False) -> Activations:

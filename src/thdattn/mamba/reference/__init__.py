@@ -9,8 +9,6 @@ from thdattn.mamba.reference.conv import (
     mixer_conv_bwd,
     mixer_conv_states,
     mixer_forward_buffers,
-    mixer_halo,
-    mixer_tail,
 )
 from thdattn.mamba.reference.decode import mixer_decode, mixer_fill
 from thdattn.mamba.reference.gate import mixer_gate_states, mixer_norm

@@ -25,39 +25,6 @@ SUM_ROWS = 64  # rows that are summed one after another
 
 
 @on_host
-def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
-    """Return the last rows of x, B and C, (reach, channels), which the convolution of other ranks may read; 0 where
-    rows are missing.
-
-    Padding among them is copied unchanged.
-    """
-    tail = np.zeros((shape.reach, shape.channels), zxbcdt.dtype)
-    count = min(shape.reach, plan.local_rows)
-    tail[shape.reach - count :] = shape.parts(zxbcdt)[1][plan.local_rows - count :]
-    return tail
-
-
-@on_host
-def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
-    """Return the rows in front of this rank's, (reach, channels); rows in front of the pack hold anything, as nothing
-    reads them.
-
-    Args:
-        tails: (cp_size * reach, channels), mixer_tail of all ranks. A halo covers several ranks that have fewer rows
-            than reach.
-    """
-    return tails[halo_rows(plan, shape)]
-
-
-def halo_rows(plan: Plan, shape: MixerShape) -> Array:
-    """Return (reach,): the index in mixer_tail of all ranks of each row in front of this rank's."""
-    num_rows = plan.local_rows
-    rows = plan.cp_rank * num_rows + np.arange(-shape.reach, 0)
-    owner, row = np.divmod(rows, max(1, num_rows))
-    return np.where(rows >= 0, shape.reach * (owner + 1) + row - num_rows, 0)
-
-
-@on_host
 def mixer_conv(inputs: Inputs, keep: bool = False) -> Activations:
     """Convolve x, B and C and apply silu; compute dt = softplus(dt + dt_bias).
 
