@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
+from peers import normal
 from workloads import CASES as PACKS
 from workloads import Pack, filled_lognormal_pack
 
@@ -18,7 +18,6 @@ from thdattn.mamba.shape import GatedNorm, Mamba2Weights, MixerShape
 BYTES_PER_S = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}  # of the GPU's memory, by its specification
 NORM_EPS = 1e-5  # of mamba_ssm's layers and Megatron-Core's
 SMALL_ROWS, DRAWS = 2048, 8  # for errors: rows, and draws of inputs
-DISTINCT_NUMBERS = 4_194_319  # a prime: arrays that repeat them never have two equal rows
 
 
 @dataclass(frozen=True)
@@ -107,25 +106,10 @@ def draw(case: MixerCase, xp: Any, num_rows: int | None = None, seed: int = 0) -
     if case.norm:
         weights = weights._replace(norm_weight=rng.uniform(0.5, 1.5, shape.d_inner))
     on_device = Mamba2Weights(*(xp.asarray(x.astype(shape.sum_dtype)) for x in weights))
-    zxbcdt, dout, channels = (
-        _repeated(numbers, (rows, width), shape.dtype, xp)
-        for numbers, width in zip(_numbers(seed), (shape.columns, shape.d_inner, shape.channels), strict=True)
-    )
-    return MixerInputs(zxbcdt, on_device, dout, channels)
-
-
-@cache
-def _numbers(seed: int) -> tuple[NDArray[np.float32], ...]:
-    """Return standard normal numbers and silu of some; drawing a whole large array on the host would take too long."""
-    first, second, third = np.random.default_rng((4, seed)).standard_normal((3, DISTINCT_NUMBERS), np.float32)
-    return first, second, third / (1 + np.exp(-third))
-
-
-def _repeated(numbers: NDArray[np.float32], shape: tuple[int, int], dtype: np.dtype[Any], xp: Any) -> Any:
-    """Fill an array with numbers, again from the first one when they end."""
-    size = shape[0] * shape[1]
-    found = xp.asarray(numbers[:size].astype(dtype))
-    return xp.tile(found, -(-size // len(numbers)))[:size].reshape(shape)
+    zxbcdt, dout = (normal((rows, width), 3 * seed + i, shape.dtype, xp)
+                    for i, width in enumerate((shape.columns, shape.d_inner)))
+    channels = normal((rows, shape.channels), 3 * seed + 2, np.float32, xp)
+    return MixerInputs(zxbcdt, on_device, dout, (channels / (1 + xp.exp(-channels))).astype(shape.dtype))
 
 
 def _cases() -> tuple[MixerCase, ...]:

@@ -238,17 +238,12 @@ def charts(gpu: str, found: Records) -> Iterator[Chart]:
     """Yield the charts of a GPU that its records suffice for."""
     attention, several = Times(found.get("attention", ())), two_gpus(found)
     name = next(iter(found.values()))[0]["gpu"].removeprefix("NVIDIA ")
-
-    def together(case: str, peer: str) -> float:
-        ms, speed = (attention.both(column, case, peer, "graph") for column in ("ms", "tflops"))
-        return sum(map(float.__mul__, ms, speed)) / sum(ms)
-
     for question, said, cases in (
         ("long", "Packs of long documents", ("bucket32k", "doc128k-gqa", "1x16384-gqa", "1x16384-d64")),
         ("short", "Packs of short documents", ("16x1024", "64x256", "4x1024", "lognormal64k")),
     ):
-        bars = {label(CASES[case]): (together(case, OURS), together(case, "fa4")) for case in cases
-                if case in attention.cases}
+        bars = {label(CASES[case]): (attention.together(case, OURS), attention.together(case, "fa4"))
+                for case in cases if case in attention.cases}
         yield Chart(RESULTS / f"{gpu}_{question}.png", f"{said}, one {name}: TFLOP/s, forward and backward",
                     ("thdattn", tables.named("fa4")), bars)
     if several:

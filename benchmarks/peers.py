@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -56,17 +55,11 @@ def draw_inputs(case: Case, num_rows: int | None = None) -> Inputs:
     return Inputs(*(normal((rows[i], *shape), i) for i, shape in enumerate(layout)))
 
 
-def normal(shape: tuple[int, ...], seed: int, dtype: DTypeLike = ml_dtypes.bfloat16) -> Any:
-    """Return standard normal numbers on the GPU; drawing all of a large array on the host would take too long."""
+def normal(shape: tuple[int, ...], seed: int, dtype: DTypeLike = ml_dtypes.bfloat16, xp: Any = cupy) -> Any:
+    """Return standard normal numbers; drawing all of a large array on the host would take too long."""
     size = int(np.prod(shape))
-    numbers = _numbers(seed, np.dtype(dtype))
-    return cupy.tile(numbers, -(-size // numbers.size))[:size].reshape(shape)
-
-
-@lru_cache
-def _numbers(seed: int, dtype: np.dtype[Any]) -> Any:
-    rng = np.random.default_rng(seed)
-    return cupy.asarray(rng.standard_normal(DISTINCT_NUMBERS, np.float32).astype(dtype))
+    numbers = np.random.default_rng(seed).standard_normal(min(size, DISTINCT_NUMBERS), np.float32)
+    return xp.tile(xp.asarray(numbers.astype(dtype)), -(-size // len(numbers)))[:size].reshape(shape)
 
 
 def release_memory() -> None:

@@ -188,3 +188,8 @@ class Times:
     def both(self, column: str, case: str, peer: str, timing: str) -> list[float]:
         """Return a column for forward and backward."""
         return [self.value(column, case, peer, way, timing) for way in DIRECTIONS]
+
+    def together(self, case: str, peer: str) -> float:
+        """Return TFLOP/s of forward and backward together, on the GPU alone."""
+        ms, speed = (self.both(column, case, peer, "graph") for column in ("ms", "tflops"))
+        return sum(map(float.__mul__, ms, speed)) / sum(ms)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cp_methods import ALONE, ONE, OURS, PARTS, USUAL, Method
-from record import DIRECTIONS, ERRORS, OWN, PORTABLE_OWN, Row, Times
+from record import DIRECTIONS, ERRORS, OWN, PORTABLE_OWN, SUSTAINED, Row, Times
 from workloads import CASES, cp_cases
 
 from thdattn.methods.select import SHARDINGS
@@ -177,14 +177,8 @@ def spread(times: Times, case: str) -> str:
 
 def sustained(times: Times, peers: Sequence[str]) -> Lines:
     """Return lines with the speed of both directions together: without rest / rested."""
-
-    def cell(case: str, peer: str) -> str:
-        ms, speed = (times.both(column, case, peer, "graph") for column in ("ms", "tflops"))
-        rested = sum(map(float.__mul__, ms, speed)) / sum(ms)
-        return pair([times.value("tflops", case, peer, "both", "sustained"), rested])
-
-    return [[case, *(cell(case, peer) for peer in peers)] for case in times.cases
-            if times.text("tflops", case, OURS, "both", "sustained")]
+    return [[case, *(pair([times.value("tflops", case, peer, *SUSTAINED), times.together(case, peer)])
+                     for peer in peers)] for case in times.cases if times.text("tflops", case, OURS, *SUSTAINED)]
 
 
 def logits(rows: Sequence[Row]) -> list[str]:

@@ -26,7 +26,6 @@ REPLAYS = 2  # timed replays of a graph in a row
 SUSTAINED = 2.0  # seconds without rest
 AHEAD = 2  # replays that are queued meanwhile
 MAX_CALLS = 50
-HOST_CALLS = 20
 
 
 def calls_per_group(ms: float) -> int:
@@ -154,22 +153,6 @@ def slowest(comm: thdattn.comm.Comm, samples: Iterable[float]) -> list[float]:
     longest = cupy.asarray(np.array([*samples], np.float64))
     comm.all_reduce(longest, "max")
     return [float(x) for x in longest.get()]
-
-
-def host(call: Call, rounds: int) -> list[float]:
-    """Time the host in calls that nobody waits for, in rounds of HOST_CALLS in a row."""
-    stream = cupy.cuda.get_current_stream()
-    times: list[float] = []
-    for _ in range(rounds):
-        time.sleep(REST)
-        stream.synchronize()
-        moments = [time.perf_counter()]
-        for _ in range(HOST_CALLS):
-            call()
-            moments.append(time.perf_counter())
-        times += [1e3 * (after - before) for before, after in pairwise(moments)]
-    stream.synchronize()
-    return times
 
 
 def returned(call: Call, calls: int) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -150,12 +150,7 @@ class TreeCase(Case):
 def lognormal_pack(seed: int = 0, tokens: int = PACK_TOKENS) -> tuple[int, ...]:
     """Draw lengths exp(N(6.2, 1.2)), clipped to 16..8192, until the pack would be too long."""
     rng = np.random.default_rng(seed)
-    lengths: list[int] = []
-    while True:
-        length = _lognormal(rng, 6.2, 1.2, 8192)
-        if sum(lengths) + length > tokens:
-            return tuple(lengths)
-        lengths.append(length)
+    return _until_full(lambda: _lognormal(rng, 6.2, 1.2, 8192), tokens)
 
 
 def filled_lognormal_pack(tokens: int) -> tuple[int, ...]:
@@ -186,15 +181,20 @@ def document_pack(seed: int = 0, tokens: int = PACK_TOKENS) -> tuple[int, ...]:
     bins: NDArray[np.float64] = np.loadtxt(DOCUMENTS, delimiter=",", skiprows=2)
     share = bins[:, 2] / bins[:, 2].sum()
     rng = np.random.default_rng(seed)
-    lengths: list[int] = []
-    while True:
+
+    def draw() -> int:
         low, high, _ = bins[rng.choice(len(bins), p=share)]
         length = int(rng.integers(low, high, endpoint=True))
-        if length > tokens // 4:
-            continue
-        if sum(lengths) + length > tokens:
-            return tuple(lengths)
+        return length if length <= tokens // 4 else draw()
+
+    return _until_full(draw, tokens)
+
+
+def _until_full(draw: Callable[[], int], tokens: int) -> tuple[int, ...]:
+    lengths: list[int] = []
+    while (tokens := tokens - (length := draw())) >= 0:
         lengths.append(length)
+    return tuple(lengths)
 
 
 def _cases() -> tuple[Case, ...]:
