@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ import cases
 import gpu_record
 import numpy as np  # reads the first when it is loaded
 import pytest
+
+from thdattn.fuzz import runs
 
 RECORD = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu_tests.json"
 
@@ -63,25 +64,17 @@ def torch_cuda(cupy):
 
 
 @pytest.fixture
-def poisoned_host(monkeypatch):
+def poisoned_host():
     """Every allocation of the NumPy engine and of its plans starts as bytes all ones: NaN, or -1."""
-    from thdattn.engines import reference
-
-    def poisoned(shape, dtype):
-        return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xFF, np.uint8).view(dtype).reshape(shape)
-
-    for module in (reference, reference.arrays):
-        monkeypatch.setattr(module, "empty", poisoned)
+    with runs.poisoned("reference"):
+        yield
 
 
 @pytest.fixture
-def poisoned_gpu(cupy, monkeypatch):
-    """The same for the CUDA engine, whose own modules allocate by launch.empty."""
-    from thdattn.engines import cuda
-    from thdattn.engines.cuda import launch
-
-    for module in (cuda, launch):
-        monkeypatch.setattr(module, "empty", cases.poisoned_empty(cupy))
+def poisoned_gpu(cupy):
+    """The same for the CUDA engine."""
+    with runs.poisoned("cuda"):
+        yield
 
 
 @pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -108,12 +101,10 @@ def unnoticed(cupy, monkeypatch):
 
 
 @pytest.fixture
-def portable(cupy, monkeypatch):
+def portable(cupy):
     """The kernels for every GPU run, whatever there is for this one."""
-    from thdattn.engines.cuda import launch
-
-    gpu = replace(launch.this_gpu(), sm90=False)
-    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+    with runs.portable_kernels():
+        yield
 
 
 @pytest.fixture(params=["hopper", "portable"])

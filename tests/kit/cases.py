@@ -18,6 +18,10 @@ import pytest
 import thdattn
 from thdattn import oracle
 from thdattn.cli.check import Case, offsets, random_inputs, random_sinks
+from thdattn.fuzz.judge import order_of
+from thdattn.fuzz.runs import local_rows as local_rows
+from thdattn.fuzz.runs import to_host as to_host
+from thdattn.fuzz.runs import token_rows as token_rows
 from thdattn.kernels.configs import TILES
 from thdattn.plan.build import with_arrays
 from thdattn.plan.plan import NO_ARRAYS, Plan
@@ -231,13 +235,6 @@ def fields_of(case: Case) -> tuple[str, ...]:
     return (*FIELDS, DSINKS) if case.sinks else FIELDS
 
 
-def token_rows(batch: thdattn.PackedBatch) -> np.ndarray:
-    """The packed rows that hold a valid token."""
-    begins, lengths = batch.cu_seqlens_padded[:-1].tolist(), batch.lengths.tolist()
-    pieces = [np.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
-    return np.concatenate([np.zeros(0, int), *pieces])
-
-
 class Exported:
     """An array of another library: nothing but DLPack."""
 
@@ -249,13 +246,6 @@ class Exported:
 
     def __dlpack_device__(self):
         return self.array.__dlpack_device__()
-
-
-def local_rows(batch: thdattn.PackedBatch, rows: np.ndarray, tokens: np.ndarray, fill: float) -> np.ndarray:
-    """A rank's rows of a tensor of valid tokens; `fill` in every row that holds none."""
-    packed = np.full((batch.total_rows + 1, *tokens.shape[1:]), fill, tokens.dtype)
-    packed[token_rows(batch)] = tokens
-    return packed[rows]  # row -1, a filler, is the one behind all others
 
 
 def inputs_of(
@@ -330,19 +320,10 @@ def assemble(
 
 
 def _held(batch: thdattn.PackedBatch, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where in `rows` every token is, in sequence order, and where what holds none is."""
-    tokens = token_rows(batch)
-    token_of_row = np.full(batch.total_rows + 1, -1)
-    token_of_row[tokens] = np.arange(len(tokens))
-    token = token_of_row[rows]
-    held = np.flatnonzero(token >= 0)
-    assert len(held) == len(tokens), "every token lies on one rank"
-    return held[np.argsort(token[held])], np.flatnonzero(token < 0)
-
-
-def to_host(x: Any) -> np.ndarray:
-    """A NumPy copy of a NumPy or CuPy array."""
-    return np.array(x) if isinstance(x, np.ndarray) else x.get()
+    """Return where in `rows` every token is, in sequence order, and where what holds none is."""
+    order, padding = order_of(token_rows(batch), rows)
+    assert order is not None, "every token lies on one rank"
+    return order, padding
 
 
 def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
@@ -448,17 +429,6 @@ def _sample(
         dv[:, g] += stored(p).T @ dout[:, h]
     return {"out": rows.out, "lse": rows.lse, "dq": rows.dq} | {
         field: stored(x).astype(np.float64) for field, x in (("dk", dk), ("dv", dv))}
-
-
-def poisoned_empty(cupy):
-    """Return a function that allocates on a GPU, where each array starts as bytes all ones: NaN, or -1."""
-    def empty(shape, dtype):
-        array = cupy.empty(shape, dtype)
-        if array.size:
-            array.data.memset_async(0xFF, array.nbytes)
-        return array
-
-    return empty
 
 
 def outline_of(engine, sharding, cp_rank, window, tiles, key_batch=None, keys_of=None, dims=(64, 64)):

@@ -11,6 +11,7 @@ from cases import to_host
 
 import thdattn
 from thdattn import oracle
+from thdattn.fuzz import runs
 
 
 def poison(array: Any) -> None:
@@ -53,43 +54,12 @@ class Texts:
         return oracle.truth(batch, *(np.concatenate(x) for x in (self.q, self.k, self.v)), **mask)
 
 
-def new_rows(texts: list[np.ndarray], starts: list[int], count: int) -> np.ndarray:
-    """The next `count` rows of every text, NaN beyond its end."""
-    rows = np.full((len(texts), count, *texts[0].shape[1:]), np.nan, texts[0].dtype)
-    for row, text, start in zip(rows, texts, starts, strict=True):
-        piece = text[start : start + count]
-        row[: len(piece)] = piece
-    return rows.reshape(-1, *rows.shape[2:])
-
-
 def decode_all(layer: thdattn.CPAttention, texts: Texts, prompts: tuple[int, ...], count: int, xp: Any) -> np.ndarray:
-    """out (all rows, num_heads, v_head_dim): the prompts by forward, the rest by decode, `count` rows at a time.
-
-    The cache and all it allocates start as NaN. Texts that are done go on with rows of NaN, which nobody may see.
-    """
+    """Return out (all rows, num_heads, v_head_dim), `count` rows at a time; the cache is NaN at first."""
     cache = layer.cache(len(prompts), max(texts.lengths) + count)
     poison(cache.k)
     poison(cache.v)
-    batch = thdattn.PackedBatch.from_lengths(prompts, 3)
-    q, k, v = (
-        xp.asarray(batch.pack([x[:n] for x, n in zip(side, prompts, strict=True)], fill=np.nan))
-        for side in (texts.q, texts.k, texts.v)
-    )
-    plan = layer.plan(batch, "contiguous")
-    out, _ = layer.forward(q, k, v, plan)
-    cache.fill(k, v, plan)
-    made = [[x] for x in batch.unpack(to_host(out))]
-    starts = list(prompts)
-    while any(start < length for start, length in zip(starts, texts.lengths, strict=True)):
-        step = [xp.asarray(new_rows(side, starts, count)) for side in (texts.q, texts.k, texts.v)]
-        rows = to_host(layer.decode(*step, cache)).reshape(len(starts), count, *out.shape[1:])
-        for i, length in enumerate(texts.lengths):
-            made[i].append(rows[i, : max(0, min(count, length - starts[i]))])
-            starts[i] += count
-        kept = [min(start, length) for start, length in zip(starts, texts.lengths, strict=True)]
-        cache.lengths[...] = xp.asarray(kept, np.int32)  # those that are done forget the NaN
-        starts = kept
-    return np.concatenate([rows for text in made for rows in text])
+    return runs.decode_all(layer, cache, (texts.q, texts.k, texts.v), prompts, count, xp)
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, **how: Any) -> SimpleNamespace:

@@ -18,6 +18,7 @@ from cases import to_host
 
 import thdattn
 from thdattn.cli.check import offsets
+from thdattn.fuzz.runs import draw_mixer_inputs
 from thdattn.mamba import oracle
 from thdattn.mamba.oracle import FIELDS as FIELDS
 from thdattn.mamba.oracle import FIELDS_WITH_NORM, Norm, Result, Sizes
@@ -111,19 +112,7 @@ MANY = Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 1000).t
 def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]:
     """zxbcdt, weights, dout; all rows hold numbers."""
     rng = np.random.default_rng(zlib.crc32(f"{case.name} {seed}".encode()))
-    heads, head_dim, state_dim, groups = case.sizes
-    inner = heads * head_dim
-    channels = inner + 2 * groups * state_dim
-    rows = case.batch.total_rows
-    zxbcdt, dout = rng.standard_normal((rows, inner + channels + heads)), rng.standard_normal((rows, inner))
-    weights = (
-        rng.standard_normal((channels, case.conv_width)) / case.conv_width**0.5, 0.3 * rng.standard_normal(channels),
-        np.log(rng.uniform(0.3, 4, heads)), rng.standard_normal(heads), rng.standard_normal(heads) - 1,
-    )
-    if case.norm:
-        weights = *weights, rng.uniform(0.5, 1.5, inner)
-    kind = np.promote_types(dtype, np.float32)
-    return zxbcdt.astype(dtype), thdattn.Mamba2Weights(*(x.astype(kind) for x in weights)), dout.astype(dtype)
+    return draw_mixer_inputs(rng, case.batch.total_rows, (*case.sizes, case.conv_width), dtype, norm=bool(case.norm))
 
 
 def extreme_inputs() -> tuple[Case, tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]]:

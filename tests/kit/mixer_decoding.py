@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 from cases import to_host
-from decoding import new_rows, poison
+from decoding import poison
 from mixer_cases import Case, random_inputs
 
 import thdattn
+from thdattn.fuzz.runs import next_rows
 from thdattn.mamba.oracle import Sizes
 
 # Lengths of texts, and how much of each is its prompt: none, all, fewer rows than the convolution sees, chunk borders.
@@ -56,7 +57,7 @@ def decode_all(case: Case, prompts: tuple[int, ...], dtype: Any, engine: str, xp
         starts = [n + step for n in prompts]
         active = [start < len(text) for start, text in zip(starts, texts, strict=True)]
         cache.active[...] = xp.asarray(active)
-        out = to_host(mixer.decode(xp.asarray(new_rows(texts, starts, 1)), weights, cache))
+        out = to_host(mixer.decode(xp.asarray(next_rows(texts, starts, 1)), weights, cache))
         assert not out[~np.array(active)].view(np.uint8).any(), "exactly 0"
         for text in np.flatnonzero(active):
             rows[text].append(out[text : text + 1])

@@ -9,6 +9,7 @@ import numpy as np
 from cases import Case
 
 import thdattn
+from thdattn.fuzz.cases import draw_parents
 
 # A prompt with empty and full children, a plain document, and a tree whose root is empty and whose leaves are deep.
 MIXED = Case("trees-mixed", (20, 7, 0, 9, 3, 40, 12, 0, 130, 5, 0, 6, 11),
@@ -31,14 +32,9 @@ LONG = replace(MIXED, name="trees-of-segments", lengths=(700, 300, 0, 650, 64, 5
 def draw_trees(rng: np.random.Generator, most_nodes: int, most_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Draw lengths and parents of nodes: any depth and fan, empty nodes, several trees."""
     number = int(rng.integers(1, most_nodes + 1))
-    parents: list[int] = []
-    path: list[int] = []
-    for node in range(number):
-        path = path[: int(rng.integers(0, len(path) + 1))] if rng.random() < 0.7 else path
-        parents.append(path[-1] if path else -1)
-        path = [*path, node]
+    parents = draw_parents(rng, number)
     lengths = rng.integers(0, max(2, most_tokens // number), number) * (rng.random(number) < 0.8)
-    return tuple(map(int, lengths)), tuple(parents)
+    return tuple(map(int, lengths)), parents
 
 
 def random_case(seed: int, sharding: str = "dual_chunk") -> Case:

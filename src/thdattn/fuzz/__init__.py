@@ -23,7 +23,7 @@ from thdattn.comm import init, run_local
 from thdattn.engines.select import choose_engine
 from thdattn.fuzz import chaos, judge
 from thdattn.fuzz.cases import FuzzCase, draw_case, draw_configuration
-from thdattn.fuzz.runs import Ranks, Results, inputs_of, mixer_inputs_of, poisoned, portable_kernels, run
+from thdattn.fuzz.runs import Ranks, Results, inputs_of, mixer_inputs_of, poisoned, portable_kernels, run, to_host
 
 PACKS_OF_A_ROUND = 16
 ROUNDS_OF_A_CONFIGURATION = {"reference": 1, "cuda": 8}  # more on a GPU, whose kernels are compiled first
@@ -151,8 +151,8 @@ def _sums(mine: Totals, over: bool, ranks: Ranks) -> tuple[Sums, bool]:
     worst = xp.asarray([mine.worst])
     comm.all_reduce(counts, "sum")
     comm.all_reduce(worst, "max")
-    packs, near, failed, ends = ranks.to_host(counts).tolist()
-    return Sums(packs, near, failed, float(ranks.to_host(worst)[0])), bool(ends)
+    packs, near, failed, ends = to_host(counts).tolist()
+    return Sums(packs, near, failed, float(to_host(worst)[0])), bool(ends)
 
 
 def _ended(arguments: argparse.Namespace, ranks: Ranks, mine: Totals, sums: Sums, seconds: float) -> int:

@@ -26,6 +26,7 @@ TREE_FLOWS, TREES = ("plain", "ahead", "split", "layers"), 0.2  # share of those
 MOST_HEADS, MANY_ROWS = 12, 600  # packs of more rows have a third of those heads
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)  # around the rows of tiles
 MAX_DRAWS = 1000
+FINITE = 7.5  # value of finite padding
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class FuzzCase(Line):
     seed: int = 0
     parents: tuple[int, ...] = ()
     multiple: int = 1
+
+    @property
+    def fill(self) -> float:
+        """Number that padding holds."""
+        return FINITE if self.finite else np.nan
 
     @property
     def tokens(self) -> PackedBatch:
@@ -203,6 +209,17 @@ def draw_lengths(rng: Random, multiple: int, num_seqs: int, num_rows: int) -> tu
     return lengths, padded
 
 
+def draw_parents(rng: Random, num_nodes: int) -> tuple[int, ...]:
+    """Draw the parents of the nodes of prefix trees of any depth and fan; -1 for a root."""
+    parents: list[int] = []
+    path: list[int] = []
+    for node in range(num_nodes):
+        path = path[: int(rng.integers(0, len(path) + 1))] if rng.random() < 0.7 else path
+        parents.append(path[-1] if path else -1)
+        path = [*path, node]
+    return tuple(parents)
+
+
 # ------------------------------------------------------------------------------------------------ parts of a case
 
 
@@ -268,15 +285,10 @@ def _slack(rng: Random) -> int:
 
 
 def _with_trees(rng: Random, case: FuzzCase) -> FuzzCase:
-    """Return the case with its sequences as nodes of prefix trees, of any depth and fan."""
-    parents: list[int] = []
-    path: list[int] = []
-    for node in range(len(case.lengths)):
-        path = path[: int(rng.integers(0, len(path) + 1))] if rng.random() < 0.7 else path
-        parents.append(path[-1] if path else -1)
-        path = [*path, node]
+    """Return the case with its sequences as nodes of prefix trees."""
+    parents = draw_parents(rng, len(case.lengths))
     multiple = _multiple(case.method, case.sharding, case.ranks, case.inner) * _pick(rng, (1, 1, 3))
-    return replace(case, padded=(), parents=tuple(parents), multiple=multiple, causal=True, window=(-1, -1))
+    return replace(case, padded=(), parents=parents, multiple=multiple, causal=True, window=(-1, -1))
 
 
 def _keys(rng: Random, flow: str, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from thdattn.comm import Comm, init
 from thdattn.fuzz.cases import ON_GPUS, Configuration, FuzzCase, draw_case, draw_configuration
 from thdattn.fuzz.judge import judge
 from thdattn.fuzz.lines import Line
-from thdattn.fuzz.runs import Ranks, allocators, poisoned, replaced, run
+from thdattn.fuzz.runs import Ranks, allocators, poisoned, replaced, run, to_host
 
 LATE_SECONDS = 1.0
 SECONDS_TO_JUDGE = 240.0  # on a busy machine
@@ -149,7 +149,7 @@ def _told(ranks: Ranks, happened: bool, failed: bool) -> tuple[bool, int]:
     """Return whether a rank's fault has happened, and how many ranks caught an error if not all did; collective."""
     counts = ranks.xp.asarray([happened, failed], np.int64)
     ranks.comm.all_reduce(counts, "sum")
-    some, caught = ranks.to_host(counts).tolist()
+    some, caught = to_host(counts).tolist()
     return some > 0, 0 if caught in (0, ranks.comm.size) else caught
 
 

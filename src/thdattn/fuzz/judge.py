@@ -70,7 +70,7 @@ def judge(case: FuzzCase, by_rank: Sequence[Results]) -> Judgement:
     if unequal:
         found.wrong.append(f"{unequal} arrays differ in bits from those of the same calls")
     rows = np.concatenate([each["rows"] for each in by_rank])
-    order, padding = _order(token_rows(case.tokens if case.flow in ("varlen", "decode") else case.batch), rows)
+    order, padding = order_of(token_rows(case.tokens if case.flow in ("varlen", "decode") else case.batch), rows)
     if order is None:
         found.wrong.append("a token lies on no rank, or on several")
     elif case.flow == "mixer":
@@ -81,7 +81,7 @@ def judge(case: FuzzCase, by_rank: Sequence[Results]) -> Judgement:
     return found
 
 
-def _order(tokens: Array, rows: Array) -> tuple[Array | None, Array]:
+def order_of(tokens: Array, rows: Array) -> tuple[Array | None, Array]:
     """Return each token's index in `rows`, None if one is missing or twice there, and the indices of padding."""
     token_of_row = np.full(max(tokens.max(initial=-1), rows.max(initial=-1)) + 2, -1)
     token_of_row[tokens] = np.arange(len(tokens))

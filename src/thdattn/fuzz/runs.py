@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from thdattn.attention import CPAttention
 from thdattn.capacity import BalancedCapacity
@@ -22,6 +22,7 @@ from thdattn.cli.check import offsets
 from thdattn.comm import Comm, SingleComm
 from thdattn.fuzz.cases import FuzzCase, draw_lengths
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
+from thdattn.kv_cache import KVCache
 from thdattn.mamba.mixer import Mamba2Mixer
 from thdattn.mamba.shape import Mamba2Weights
 from thdattn.packing import PackedBatch
@@ -31,7 +32,6 @@ from thdattn.varlen import varlen_attention, varlen_attention_backward
 Array = NDArray[Any]
 Results = dict[str, Array]
 
-FILL = 7.5  # value of finite padding
 REPLAYS, STATIC_SEQS = 4, 24  # packs that a captured graph replays, and its capacity of sequences
 GRADS = ("dq", "dk", "dv", "dsinks")
 MODULES_THAT_ALLOCATE = {"reference": ("thdattn.engines.reference", "thdattn.engines.reference.arrays"),
@@ -64,16 +64,29 @@ def inputs_of(case: FuzzCase, layer: int = 0) -> Inputs:
 @lru_cache(maxsize=8)
 def mixer_inputs_of(case: FuzzCase) -> tuple[Array, Mamba2Weights, Array]:
     """Return zxbcdt, the weights and dout of a mixer's valid tokens."""
-    rng, (heads, head_dim, state_dim, groups, width) = _random(case, 0), case.mixer
-    inner, tokens = heads * head_dim, sum(case.lengths)
+    return draw_mixer_inputs(_random(case, 0), sum(case.lengths), case.mixer, case.dtype)
+
+
+def draw_mixer_inputs(
+    rng: np.random.Generator, rows: int, sizes: Sequence[int], dtype: DTypeLike, norm: bool = False
+) -> tuple[Array, Mamba2Weights, Array]:
+    """Draw zxbcdt, weights and dout of a mixer.
+
+    Args:
+        sizes: as FuzzCase.mixer.
+        norm: whether the weights have that of a norm.
+    """
+    heads, head_dim, state_dim, groups, width = sizes
+    inner = heads * head_dim
     channels = inner + 2 * groups * state_dim
-    zxbcdt, dout = rng.standard_normal((tokens, inner + channels + heads)), rng.standard_normal((tokens, inner))
-    weights = (
+    zxbcdt, dout = rng.standard_normal((rows, inner + channels + heads)), rng.standard_normal((rows, inner))
+    weights = [
         rng.standard_normal((channels, width)) / width**0.5, 0.3 * rng.standard_normal(channels),
         np.log(rng.uniform(0.3, 4, heads)), rng.standard_normal(heads), rng.standard_normal(heads) - 1,
-    )
-    kind = np.promote_types(case.dtype, np.float32)
-    return zxbcdt.astype(case.dtype), Mamba2Weights(*(x.astype(kind) for x in weights)), dout.astype(case.dtype)
+    ]
+    weights += [rng.uniform(0.5, 1.5, inner)] if norm else []
+    kind = np.promote_types(dtype, np.float32)
+    return zxbcdt.astype(dtype), Mamba2Weights(*(x.astype(kind) for x in weights)), dout.astype(dtype)
 
 
 def _random(case: FuzzCase, layer: int) -> np.random.Generator:
@@ -87,11 +100,16 @@ def token_rows(batch: PackedBatch) -> Array:
     return np.asarray(first + np.arange(len(first)))
 
 
-def local_rows(batch: PackedBatch, rows: Array, tokens: Array, finite: bool) -> Array:
-    """Return a rank's rows of an array of tokens; NaN, or a finite number, in rows that hold none."""
-    packed = np.full((batch.total_rows + 1, *tokens.shape[1:]), FILL if finite else np.nan, tokens.dtype)
+def local_rows(batch: PackedBatch, rows: Array, tokens: Array, fill: float) -> Array:
+    """Return a rank's rows of an array of tokens; `fill` in rows that hold none."""
+    packed = np.full((batch.total_rows + 1, *tokens.shape[1:]), fill, tokens.dtype)
     packed[token_rows(batch)] = tokens
     return np.asarray(packed[rows])  # row -1, a filler, is the last one
+
+
+def to_host(x: Any) -> Array:
+    """Return a NumPy copy of a NumPy or CuPy array."""
+    return np.array(x) if isinstance(x, np.ndarray) else np.asarray(x.get())
 
 
 class Ranks:
@@ -125,10 +143,6 @@ class Ranks:
             rank = self.comm.rank
             self._levels[inner] = self.comm.split(rank // inner), self.comm.split(rank % inner)
         return self._levels[inner]
-
-    def to_host(self, x: Any) -> Array:
-        """Return a NumPy copy."""
-        return np.array(x) if isinstance(x, np.ndarray) else np.asarray(x.get())
 
 
 @contextmanager
@@ -196,13 +210,13 @@ def _unequal(results: Results, others: Results) -> int:
 
 def _arrays(case: FuzzCase, ranks: Ranks, plan: Plan, layer: int = 0) -> tuple[Any, Any, Any, Any, Any]:
     """Return q, k, v, dout of this rank's rows, and the sinks."""
-    return _placed(inputs_of(case, layer), case, ranks, plan.batch, ranks.to_host(plan.rows))
+    return _placed(inputs_of(case, layer), case, ranks, plan.batch, to_host(plan.rows))
 
 
 def _placed(inputs: Inputs, case: FuzzCase, ranks: Ranks, batch: PackedBatch, rows: Array) -> tuple[Any, ...]:
     """Return inputs as arrays of the engine, of a rank's rows of a batch."""
     *tokens, sinks = inputs
-    local = (ranks.xp.asarray(local_rows(batch, rows, x, case.finite)) for x in tokens if x is not None)
+    local = (ranks.xp.asarray(local_rows(batch, rows, x, case.fill)) for x in tokens if x is not None)
     return *local, None if sinks is None else ranks.xp.asarray(sinks)
 
 
@@ -215,8 +229,8 @@ def _named(ranks: Ranks, out: Any, saved: Any, grads: Sequence[Any], suffix: str
     found = {"out": out, "lse": saved.lse, **dict(zip(GRADS, grads, strict=False))}
     if saved.max_logit is not None:
         found["max_logit"] = saved.max_logit
-    named = {f"{name}{suffix}": ranks.to_host(x) for name, x in found.items()}
-    return {"rows": ranks.to_host(saved.plan.rows), **named}
+    named = {f"{name}{suffix}": to_host(x) for name, x in found.items()}
+    return {"rows": to_host(saved.plan.rows), **named}
 
 
 def _one_layer(case: FuzzCase, ranks: Ranks) -> Results:
@@ -316,26 +330,41 @@ def _decode(case: FuzzCase, ranks: Ranks) -> Results:
         return {"rows": np.zeros(0, np.int32), "out": np.zeros((0, case.heads[0], case.dims[1]), case.dtype)}
     starts = [length // 2 for length in case.lengths]
     cache = attention.cache(len(starts), max(case.lengths) + count)
-    batch = PackedBatch.from_lengths(starts, 3)
+    out = decode_all(attention, cache, texts, starts, count, ranks.xp, given)
+    return {"rows": np.arange(len(out), dtype=np.int32), "out": out}
+
+
+def decode_all(
+    attention: CPAttention, cache: KVCache, texts: Sequence[Sequence[Array]], starts: Sequence[int], count: int,
+    xp: Any, sinks: Any = None,
+) -> Array:
+    """Return out (all rows, num_heads, v_head_dim) of whole texts: their starts by forward, the rest by decode.
+
+    Texts that have ended go on with rows of NaN, which nobody may see.
+
+    Args:
+        texts: q, k, v of every text.
+        count: rows of a text per decode.
+    """
+    batch, lengths = PackedBatch.from_lengths(starts, 3), [len(x) for x in texts[0]]
     plan = attention.plan(batch, "contiguous")
-    q, k, v = (ranks.xp.asarray(batch.pack([x[:n] for x, n in zip(side, starts, strict=True)], fill=np.nan))
+    q, k, v = (xp.asarray(batch.pack([x[:n] for x, n in zip(side, starts, strict=True)], fill=np.nan))
                for side in texts)
-    out, _ = attention.forward(q, k, v, plan, sinks=given)
+    out, _ = attention.forward(q, k, v, plan, sinks=sinks)
     cache.fill(k, v, plan)
-    made = [[x] for x in batch.unpack(ranks.to_host(out))]
-    while any(start < length for start, length in zip(starts, case.lengths, strict=True)):
-        q, k, v = (ranks.xp.asarray(_next_rows(side, starts, count)) for side in texts)
+    made = [[x] for x in batch.unpack(to_host(out))]
+    while any(start < length for start, length in zip(starts, lengths, strict=True)):
+        q, k, v = (xp.asarray(next_rows(side, starts, count)) for side in texts)
         with np.errstate(invalid="ignore"):  # from sequences that have ended
-            rows = ranks.to_host(attention.decode(q, k, v, cache, given)).reshape(len(starts), count, *out.shape[1:])
-        for number, (start, length) in enumerate(zip(starts, case.lengths, strict=True)):
+            rows = to_host(attention.decode(q, k, v, cache, sinks)).reshape(len(starts), count, *out.shape[1:])
+        for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             made[number].append(rows[number, : max(0, min(count, length - start))])
-        starts = [min(start + count, length) for start, length in zip(starts, case.lengths, strict=True)]
-        cache.lengths[...] = ranks.xp.asarray(starts, np.int32)  # sequences that have ended drop their NaN
-    rows = np.arange(sum(case.lengths), dtype=np.int32)
-    return {"rows": rows, "out": np.concatenate([rows for text in made for rows in text])}
+        starts = [min(start + count, length) for start, length in zip(starts, lengths, strict=True)]
+        cache.lengths[...] = xp.asarray(starts, np.int32)  # sequences that have ended drop their NaN
+    return np.concatenate([rows for text in made for rows in text])
 
 
-def _next_rows(texts: Sequence[Array], starts: Sequence[int], count: int) -> Array:
+def next_rows(texts: Sequence[Array], starts: Sequence[int], count: int) -> Array:
     """Return the next rows of every sequence, NaN beyond its end."""
     rows = np.full((len(texts), count, *texts[0].shape[1:]), np.nan, texts[0].dtype)
     for row, text, start in zip(rows, texts, starts, strict=True):
@@ -349,12 +378,12 @@ def _mixer(case: FuzzCase, ranks: Ranks) -> Results:
     zxbcdt, weights, dout = mixer_inputs_of(case)
     mixer = Mamba2Mixer(ranks.comm, heads, head_dim, state_dim, groups, width, case.dtype, ranks.engine)
     plan, xp = mixer.plan(case.batch), ranks.xp
-    rows = ranks.to_host(plan.rows)
-    there, grads = (xp.asarray(local_rows(case.batch, rows, x, case.finite)) for x in (zxbcdt, dout))
+    rows = to_host(plan.rows)
+    there, grads = (xp.asarray(local_rows(case.batch, rows, x, case.fill)) for x in (zxbcdt, dout))
     out, saved = mixer.forward(there, Mamba2Weights(*map(xp.asarray, weights)), plan)
     dzxbcdt, dweights = mixer.backward(grads, saved)
     made = {"rows": plan.rows, "out": out, "zxbcdt": dzxbcdt, **dweights._asdict()}
-    return {name: ranks.to_host(x) for name, x in made.items()}
+    return {name: to_host(x) for name, x in made.items()}
 
 
 FLOWS: dict[str, Callable[[FuzzCase, Ranks], Results]] = {

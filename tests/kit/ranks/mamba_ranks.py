@@ -14,7 +14,6 @@ import numpy as np
 import thdattn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from cases import poisoned_empty
 from mixer_cases import (
     BFLOAT16,
     CASES,
@@ -34,6 +33,7 @@ from ranks.comm_contract import join
 from tree_cases import LONG, MIXED
 
 from thdattn import oracle
+from thdattn.fuzz.runs import poisoned
 
 CROSSING_GPUS = (
     *ON_GPUS,
@@ -68,11 +68,7 @@ def run_gpu_cases(comm: thdattn.comm.Comm) -> None:
     import cupy
     from mpi4py import MPI
 
-    from thdattn.engines import cuda
-    from thdattn.engines.cuda import launch
-
-    cuda.empty = launch.empty = poisoned_empty(cupy)  # as by the fixture poisoned_gpu
-    with cupy.cuda.Stream(non_blocking=True):
+    with poisoned("cuda"), cupy.cuda.Stream(non_blocking=True):
         for case in CROSSING_GPUS:
             inputs = random_inputs(case, BFLOAT16)
             runs = [MPI.COMM_WORLD.allgather(run_rank(case, comm, BFLOAT16, inputs, xp=cupy)) for _ in range(3)]
