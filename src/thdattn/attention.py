@@ -178,11 +178,11 @@ class CPAttention:
 
         Raises:
             TypeError: batch, key_batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
-            ValueError: an unknown sharding, lengths that the sharding cannot split, a Sharding of another batch or
-                size, or a key_batch of another number of sequences, on the other side or for several ranks. On every
-                rank: prefix trees that this attention cannot have, a batch or like that differs between ranks, too
-                little free GPU memory on one of several ranks for the work buffers and one layer (see memory), or wrong
-                lengths on a GPU in the previous plan of one rank.
+            ValueError: an unknown sharding, lengths that it cannot split, or a Sharding of another batch or size. A
+                key_batch of another number of sequences, on the other side, or for several ranks. On every rank: prefix
+                trees that this attention cannot have, or a batch or like that differs between ranks. If one of several
+                ranks has too little free GPU memory for the work buffers and one layer (see memory), or wrong lengths
+                on a GPU in its previous plan.
             RuntimeError: lengths on the host, inside a captured CUDA graph.
         """
         plan = self._outline(batch, sharding, key_batch, like, finite_padding)
@@ -237,8 +237,8 @@ class CPAttention:
             batch, sharding, key_batch, like, finite_padding: as for plan.
 
         Returns:
-            name -> bytes. For a step of `n` layers that share a plan and keep everything for the backward, count work
-            + n * per_layer + the gradients of one layer.
+            name -> bytes. A step of `n` layers that share a plan, forwards before backwards, takes work + n *
+            per_layer + the gradients of one layer.
 
         Raises:
             TypeError, ValueError: as plan, for what it finds on one rank.

@@ -6,12 +6,11 @@ padding after them.
 
 from __future__ import annotations
 
-import cmath
 import copy
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,21 +19,17 @@ from numpy.typing import ArrayLike, NDArray
 from thdattn.arguments import (
     INT32_MAX,
     as_count,
+    as_fill,
     as_host_array,
     as_host_ints,
     as_int,
-    dlpack_device,
-    found,
-    is_array,
-    shown,
+    check_arrays,
+    check_rows,
+    lies_on_device,
 )
 from thdattn.trees import Trees
 
 T = TypeVar("T")
-
-# DLPack device types: host memory and pinned host memory, which the host reads; managed memory, which a GPU reads too.
-DLPACK_HOST = frozenset({1, 3})
-DLPACK_MANAGED = 13
 
 
 class PackedBatch:
@@ -244,7 +239,7 @@ class PackedBatch:
                 "arrays is empty, as the batch has no sequences: wanted at least one array to take the "
                 "trailing shape and dtype from; make the buffer with np.full((batch.total_rows, ...), fill)"
             )
-        rows = np.full((self.total_rows, *pieces[0].shape[1:]), _checked_fill(fill, pieces[0].dtype))
+        rows = np.full((self.total_rows, *pieces[0].shape[1:]), as_fill(fill, pieces[0].dtype))
         rows[rows_of_runs(begins, lengths)] = np.concatenate(pieces)
         return rows
 
@@ -508,52 +503,6 @@ def rows_of_runs(begins: NDArray[np.integer[Any]], lengths: NDArray[np.integer[A
     return rows.astype(np.int32)
 
 
-def check_rows(name: str, array: ArrayLike, num_rows: int, remedy: str) -> NDArray[Any]:
-    """Return the array as a NumPy array of num_rows rows; raise a TypeError or ValueError with name and remedy."""
-    rows = as_host_array(name, array)
-    if rows.shape[:1] != (num_rows,):
-        raise ValueError(f"{name} has shape {rows.shape}, wanted {num_rows} rows; {remedy}")
-    return rows
-
-
-def check_arrays(
-    name: str, arrays: Iterable[ArrayLike], num_rows: NDArray[np.integer[Any]], remedy: str
-) -> list[NDArray[Any]]:
-    """Return the arrays as NumPy arrays, after a check of their numbers of rows, trailing shapes and dtypes.
-
-    Args:
-        name: the caller's name of the list, for the error.
-        arrays: arrays (num_rows[i], ...) of one trailing shape and dtype.
-        num_rows: (num_arrays,) integers, required rows of every array.
-        remedy: for the error, the remedy for a wrong number of arrays or rows.
-
-    Raises:
-        TypeError: arrays is no list of host arrays, or their dtypes differ.
-        ValueError: a wrong number of arrays, of rows in one, or different trailing shapes.
-    """
-    if not np.iterable(arrays) or isinstance(arrays, (str, bytes, Mapping)):
-        raise TypeError(f"{name} is {found(arrays)}; wanted a list of arrays; {remedy}")
-    listed = list(arrays)
-    if len(listed) != len(num_rows):
-        raise ValueError(f"{name} holds {len(listed)} arrays, wanted {len(num_rows)}; {remedy}")
-    checked = [
-        check_rows(f"{name}[{i}]", array, wanted, remedy)
-        for i, (array, wanted) in enumerate(zip(listed, num_rows.tolist(), strict=True))
-    ]
-    for i, array in enumerate(checked):
-        if array.shape[1:] != checked[0].shape[1:]:
-            raise ValueError(
-                f"{name}[{i}] has trailing shape {array.shape[1:]}, wanted {checked[0].shape[1:]} as "
-                f"{name}[0]; give all arrays the same shape after the first dimension"
-            )
-        if array.dtype != checked[0].dtype:
-            raise TypeError(
-                f"{name}[{i}] is {array.dtype}, wanted {checked[0].dtype} as {name}[0]; "
-                f"convert it with .astype('{checked[0].dtype}')"
-            )
-    return checked
-
-
 def _checked_lengths(lengths: ArrayLike, of: str, number: str) -> NDArray[np.int64]:
     """Return lengths of sequences or nodes as int64; raise a TypeError or ValueError if they are none."""
     valid = as_host_ints("lengths", lengths)
@@ -567,41 +516,6 @@ def _checked_lengths(lengths: ArrayLike, of: str, number: str) -> NDArray[np.int
             f"pass the number of tokens of every {of}, 0 for an empty one"
         )
     return valid.astype(np.int64)
-
-
-def _checked_fill(fill: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return the fill as a 0-d array; raise a ValueError if the dtype changes its value beyond float rounding.
-
-    NumPy alone would convert NaN to the smallest int, 1.5 to 1, and 1e6 in float16 to infinity.
-    """
-    is_number = not issubclass(dtype.type, (np.flexible, np.object_, np.datetime64, np.timedelta64))
-    try:
-        if is_array(fill) or (is_number and isinstance(fill, (str, bytes))):
-            raise TypeError
-        if is_number and dtype.kind != "c" and complex(fill).imag:
-            raise ValueError
-        with np.errstate(all="ignore"):
-            made = np.full((), fill, dtype)
-            held = not is_number or _is_rounded(complex(fill), complex(made[()]), complex(np.full((), 0.5, dtype)[()]))
-    except (TypeError, ValueError, OverflowError):
-        held = False
-    if not held:
-        raise ValueError(
-            f"fill is {shown(fill)}, wanted one value that {dtype} can hold; pass such a value, or convert the arrays"
-        )
-    return made
-
-
-def _is_rounded(number: complex, made: complex, half: complex) -> bool:
-    """Return whether `made` is `number`, exactly or rounded by a float dtype, in which `half` is 0.5."""
-    same_kind = cmath.isnan(made) == cmath.isnan(number) and cmath.isinf(made) == cmath.isinf(number)
-    return made == number or (half == 0.5 and same_kind)
-
-
-def lies_on_device(name: str, array: Any) -> bool:
-    """Return whether an array is on a GPU; objects without DLPack count as on the host."""
-    device = dlpack_device(name, array)
-    return device is not None and device not in DLPACK_HOST
 
 
 def _device_offsets(name: str, offsets: Any) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int, found
+from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int, check_arrays, check_rows, found
 from thdattn.balance import balanced_runs
 from thdattn.capacity import BalancedCapacity, LayoutTables
-from thdattn.packing import PackedBatch, as_batch, check_arrays, check_rows, rows_of_runs
+from thdattn.packing import PackedBatch, as_batch, rows_of_runs
 
 MAX_RANKS = INT32_MAX // 2  # 2*cp_size chunks are counted in int32
 
@@ -102,9 +102,9 @@ class Sharding:
 
     Raises:
         TypeError: batch is no PackedBatch, cp_size no int, or strategy no str.
-        ValueError: cp_size < 1 or > MAX_RANKS, an unknown strategy, balanced over several ranks with offsets on a GPU
-            and no tables, or (offsets on the host) a padded length that is not a multiple of `multiple`; see Plan.check
-            for offsets on a GPU.
+        ValueError: cp_size < 1 or > MAX_RANKS, or an unknown strategy. Balanced over several ranks, with offsets on a
+            GPU and no tables. With offsets on the host, a padded length that is not a multiple of `multiple`; see
+            Plan.check for offsets on a GPU.
     """
 
     def __init__(

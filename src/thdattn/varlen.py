@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.arguments import as_bool, as_int, as_softcap, as_softmax_scale, shown
+from thdattn.arguments import as_bool, as_int, as_softcap, as_softmax_scale, lies_on_device, shown
 from thdattn.attention import CPAttention, Saved
 from thdattn.comm import SingleComm
 from thdattn.engines.select import choose_engine
-from thdattn.packing import PackedBatch, lies_on_device
+from thdattn.packing import PackedBatch
 from thdattn.plan.plan import Plan
 
 MAX_PLANS = 8  # kept with their work buffers, of which the backward's take 4 bytes per element of q

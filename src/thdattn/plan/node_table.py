@@ -22,9 +22,10 @@ def node_table(batch: PackedBatch, num_columns: int | None = None) -> NDArray[np
         num_columns: columns of the table, more than nodes with tokens; None: one more.
 
     Returns:
-        (5, num_columns) int32: the first row of each node, the row behind its last token, the row behind its subtree,
-        what to add to a place in the tree for the position on the path from the root, and the column of the nearest
-        ancestor with tokens (-1 for none). Further columns begin behind the last tree and stand for all rows there.
+        (5, num_columns) int32. For each node, the first three rows of the table are those of Trees.rows. The fourth is
+        what to add to a place in the tree for the position on the path from the root. The fifth is the column of the
+        nearest ancestor with tokens, -1 for none. Further columns begin behind the last tree and stand for all rows
+        there.
     """
     trees = batch.trees
     if trees is None:

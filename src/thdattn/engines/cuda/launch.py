@@ -13,10 +13,9 @@ import numpy as np
 from cupy.cuda import driver
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import dlpack_device, unreadable
+from thdattn.arguments import DLPACK_HOST, dlpack_device, unreadable
 from thdattn.jit import compiler
 from thdattn.jit.tensor_map import tensor_map
-from thdattn.packing import DLPACK_HOST
 from thdattn.plan.workspace import Buffer
 
 Array = Any  # cupy.ndarray, whose hints are partial

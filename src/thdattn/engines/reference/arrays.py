@@ -9,9 +9,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from thdattn.arguments import as_host_array, dlpack_device, unreadable
+from thdattn.arguments import DLPACK_HOST, DLPACK_MANAGED, as_host_array, dlpack_device, unreadable
 from thdattn.engines.reference.blocks import MAX_BLOCK_ROWS
-from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED
 from thdattn.plan.plan import Plan, PlanArrays
 from thdattn.plan.ranges import host_arrays
 from thdattn.plan.workspace import INT32, Buffer
