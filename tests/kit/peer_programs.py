@@ -22,7 +22,6 @@ from fake_gpus import CUDARuntimeError, Machine, Stream, addresses, at, installe
 from thdattn.comm import Comm, no_wait, slices
 from thdattn.comm.nccl import communicator
 from thdattn.comm.nccl import transport as nccl_transport
-from thdattn.comm.overlap import collectives
 from thdattn.comm.peer import exchange as exchange_launcher
 from thdattn.comm.peer import transport
 from thdattn.comm.slices import SliceSpec, copy
@@ -452,7 +451,7 @@ def machine_of(size, seed):
         machine.stream.launch(copy, place, source)
 
     with (installed(machine),
-          mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(collectives, "copy", enqueue_copy),
+          mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(slices, "copy", enqueue_copy),
           mock.patch.object(nccl_transport, "copy", enqueue_copy),
           mock.patch.object(nccl_transport, "WORTH_OVERLAPPING", 0),
           mock.patch.object(transport, "WORTH_COPYING", 0),  # so that some swaps are of copies

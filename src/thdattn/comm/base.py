@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from thdattn import spans
 from thdattn.arguments import INT32_MAX, Array, as_choice, as_count
 from thdattn.comm.agreement import Fields, settle
-from thdattn.comm.checks import ArgumentChecks
-from thdattn.comm.overlap.collectives import CollectivesInTurn, Pending, no_wait
-from thdattn.comm.slices import Slices, buffer_for, packed, unpack
+from thdattn.comm.checks import check_array, check_buffers, check_shape, check_slices, check_sum_dtype, check_writable
+from thdattn.comm.overlap.collectives import Arrival, OverlappedCollectives, Pending, no_wait
+from thdattn.comm.slices import AllToAllSpec, Slices, buffer_for, packed, slices_to_exchange, unpack
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,7 +24,7 @@ _UNWATCHED = nullcontext()
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
 
 
-class Comm(ArgumentChecks, CollectivesInTurn):
+class Comm(OverlappedCollectives):
     """Group of ranks with its collectives, as the rest of the package uses them.
 
     Every rank calls the same collectives in the same order with the same shapes and dtypes. Arrays are C-contiguous,
@@ -35,6 +37,7 @@ class Comm(ArgumentChecks, CollectivesInTurn):
         rank: this rank, 0 <= rank < size.
         size: number of ranks.
         devices: which arrays it takes, "cpu" for NumPy and "cuda" for CuPy.
+        gpu: number of the only GPU whose arrays this rank takes; None: it takes those of any.
         sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
         capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
         overlaps: whether kernels overlap gather_heads, reduce_partials, and exchange where it is given sizes.
@@ -46,6 +49,9 @@ class Comm(ArgumentChecks, CollectivesInTurn):
             Collectives that a graph has captured count once.
     """
 
+    name: str
+    devices: frozenset[str]
+    gpu: int | None = None
     sum_dtypes = _INTEGERS | {"float32", "float64"}
     capturable = False
     overlaps = False
@@ -53,6 +59,7 @@ class Comm(ArgumentChecks, CollectivesInTurn):
     spans_machines = False
     checks = False
     no_gpus = ""
+    _closed = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -72,8 +79,9 @@ class Comm(ArgumentChecks, CollectivesInTurn):
             TypeError: an array is of the wrong kind or not C-contiguous, or the dtypes differ.
             ValueError: recv has the wrong shape, is read-only, or shares memory with send.
         """
-        self._check_buffers(send, recv)
-        self._check_shape(recv, (self.size * send.shape[0], *send.shape[1:]), "size * rows of send")
+        self._check_open()
+        check_buffers(self, send, recv)
+        check_shape(self, recv, (self.size * send.shape[0], *send.shape[1:]), "size * rows of send")
         self.received_bytes += (self.size - 1) * send.nbytes
         with self.watched("all_gather", send):
             self._all_gather(send, recv)
@@ -90,15 +98,16 @@ class Comm(ArgumentChecks, CollectivesInTurn):
             ValueError: rows of send not divisible by size, recv has the wrong shape, is read-only, or shares memory
                 with send.
         """
-        self._check_buffers(send, recv)
-        self._check_sum_dtype("send", send)
+        self._check_open()
+        check_buffers(self, send, recv)
+        check_sum_dtype(self, "send", send)
         rows, rest = divmod(send.shape[0], self.size)
         if rest:
             raise ValueError(
                 f"send has {send.shape[0]} rows, not a multiple of the {self.size} ranks; "
                 f"pad it to {(rows + 1) * self.size} rows"
             )
-        self._check_shape(recv, (rows, *send.shape[1:]), "rows of send / size")
+        check_shape(self, recv, (rows, *send.shape[1:]), "rows of send / size")
         self.received_bytes += (self.size - 1) * recv.nbytes
         with self.watched("reduce_scatter", send):
             self._reduce_scatter(send, recv)
@@ -115,9 +124,10 @@ class Comm(ArgumentChecks, CollectivesInTurn):
                 is no str.
             ValueError: op is unknown, or the array is read-only.
         """
-        self._check_array("array", array)
-        self._check_writable("array", array)
-        self._check_sum_dtype("array", array)
+        self._check_open()
+        check_array(self, "array", array)
+        check_writable("array", array)
+        check_sum_dtype(self, "array", array)
         op = as_choice("op", op, ("sum", "max"))
         self.received_bytes += 2 * (self.size - 1) * array.nbytes // self.size
         with self.watched("all_reduce", array):
@@ -150,13 +160,64 @@ class Comm(ArgumentChecks, CollectivesInTurn):
             ValueError: a rank is this one or none of the others, an array to receive is read-only, sizes are not those
                 of the slices, or (on simulated ranks) the sender's slices are not those that the receiver expects.
         """
-        self._check_slices(sends, recvs, sizes)
+        self._check_open()
+        check_slices(self, sends, recvs, sizes)
         sends, recvs = ([(array, peer) for array, peer in slices if array.size] for slices in (sends, recvs))
         self.received_bytes += sum(array.nbytes for array, _ in recvs)
         first = next((array for array, _ in (*sends, *recvs)), None)
         with self.watched(f"exchange ({len(sends)} slices out, {len(recvs)} in)", first):
             wait = self._exchange(sends, recvs, sizes)
         return wait if wait is no_wait else Pending(wait, recvs)
+
+    def all_to_all(
+        self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], at_once: bool = False
+    ) -> Callable[[], None]:
+        """Start to send every rank its slices of some arrays, and to write the slices of all ranks into other arrays.
+
+        Args:
+            spec: which slices, of which arrays, belong to which rank.
+            sends: the arrays that `spec.outs` slices, C-contiguous.
+            recvs: the arrays that `spec.ins` slices. Overwritten; they share no memory with sends.
+            at_once: the results are needed next, so no kernel overlaps the exchange; the same on all ranks.
+
+        Returns:
+            A function that waits for the results, as for exchange.
+        """
+        return self.exchange(*slices_to_exchange(self.rank, self.size, spec, sends, recvs), spec.sizes)
+
+    def gather_heads(
+        self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
+    ) -> list[Arrival]:
+        first = [0] * len(sends)
+        for parts in recvs:
+            for i, (send, part) in enumerate(zip(sends, parts, strict=True)):
+                heads = send[:, first[i] : first[i] + part.shape[1]]
+                self.all_gather(heads if heads.flags.c_contiguous else heads.copy(), part)
+                first[i] += part.shape[1]
+        return [Arrival([[part] for part in parts]) for parts in recvs]
+
+    def sum_rows(self, partials: Sequence[Array], results: Sequence[Array]) -> None:
+        """Add all ranks' arrays and keep this rank's rows of the sum, rounded once.
+
+        Args:
+            partials: arrays (size * rows, heads, width), this rank's partial sums.
+            results: as many arrays (rows, heads, width), of any dtype; they may be some of the heads of larger arrays.
+                Overwritten.
+        """
+        for partial, result in zip(partials, results, strict=True):
+            total = np.empty_like(partial[: len(result)])  # for CuPy arrays NumPy calls cupy.empty_like
+            self.reduce_scatter(partial, total)
+            result[...] = total
+
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
+
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
+        most = max(map(sum, groups))
+        return {"partial sums": most, "sums": most // self.size}
+
+    def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
+        return {"copies of slices": strided} if strided else {}
 
     def barrier(self) -> None:
         """Return when every rank has come here; on GPU ranks also wait for the current stream."""
@@ -284,6 +345,10 @@ class Comm(ArgumentChecks, CollectivesInTurn):
     def _watched(self, what: str, array: Array = None) -> AbstractContextManager[object]:
         """Return the block of `watched`; timelines do not show it."""
         return _UNWATCHED
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"this {self.name} comm is closed; call thdattn.comm.init() for a new one")
 
     @abstractmethod
     def _all_gather(self, send: Array, recv: Array) -> None: ...

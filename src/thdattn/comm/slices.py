@@ -105,6 +105,21 @@ def copy(place: Array, source: Array) -> None:
     _words(place, size)[...] = _words(source, size)
 
 
+def slices_to_exchange(
+    rank: int, size: int, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array]
+) -> tuple[Slices, Slices]:
+    """Copy a rank's slices for itself; return those that it sends and those that it receives, see all_to_all."""
+    for out, send, place, recv in zip(spec.outs, sends, spec.ins, recvs, strict=True):
+        source = out.of(send, rank)
+        if source.size:
+            copy(place.of(recv, rank), source)
+    others = [other for other in range(size) if other != rank]
+    going, coming = ([(cut.of(x, other), other) for other in others for cut, x in zip(cuts, arrays, strict=True)
+                      if cut.begins[other] < cut.ends[other]]
+                     for cuts, arrays in ((spec.outs, sends), (spec.ins, recvs)))
+    return going, coming
+
+
 def _words(array: Array, size: int = 0) -> Array:
     """Return a slice as (rows, words) of the widest unsigned integers that fit: fewer words are copied faster."""
     return array.reshape(len(array), -1).view(f"u{size or _word(array)}")

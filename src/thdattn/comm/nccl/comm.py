@@ -25,10 +25,9 @@ from thdattn.comm.failures.watchdog import PATIENCE_AT_START, Lane
 from thdattn.comm.nccl import communicator
 from thdattn.comm.nccl.gpus import Gpu, load
 from thdattn.comm.nccl.transport import CTAS, NcclTransport
-from thdattn.comm.overlap.collectives import slices_to_exchange
 from thdattn.comm.overlap.transport import Transport
 from thdattn.comm.peer.transport import PeerTransport, obstacle
-from thdattn.comm.slices import AllToAllSpec, Slices
+from thdattn.comm.slices import AllToAllSpec, Slices, slices_to_exchange
 
 logger = logging.getLogger("thdattn")
 
@@ -69,7 +68,7 @@ class NcclComm(Comm):
         cupy, nccl = load()
         self._cupy = cupy
         self._gpus = gpus
-        self._gpu = gpus[world.rank].device
+        self.gpu = gpus[world.rank].device
         self._bytes = nccl.NCCL_UINT8
         self._module = nccl
         self._dtypes = {dtype: getattr(nccl, f"NCCL_{dtype.upper()}") for dtype in self.sum_dtypes}
@@ -77,7 +76,7 @@ class NcclComm(Comm):
         self._watch = mpi.watch(world, timeout)
         mpi.find_ranks(world, self._watch)
         with self._watch.waiting("the start of NCCL", patience=PATIENCE_AT_START):
-            results("no context on the GPU", world.allgather(attempt(cupy.cuda.Device(self._gpu).use)))
+            results("no context on the GPU", world.allgather(attempt(cupy.cuda.Device(self.gpu).use)))
             self._nccl = communicator.start(
                 world, nccl, "NCCL did not start", nccl.NcclCommunicator, self._watch.waiting)
             peer, self.no_peer_memory = _peer_transport(world, gpus, transport)
@@ -105,13 +104,13 @@ class NcclComm(Comm):
             return None
         if self._transport is not None:
             self._transport.enter()
-        return lane_of(self._cupy, self._gpu, stream)
+        return lane_of(self._cupy, self.gpu, stream)
 
     def _watched_stream(self, stream: Any) -> AbstractContextManager[object]:
         """Watch a block that enqueues waits for other ranks beside kernels, on another stream than the current one."""
         if stream.is_capturing():
             return nullcontext()
-        return self._watch.enqueued(lane_of(self._cupy, self._gpu, stream), "exchange beside kernels")
+        return self._watch.enqueued(lane_of(self._cupy, self.gpu, stream), "exchange beside kernels")
 
     def _all_gather(self, send: Array, recv: Array) -> None:
         if send.size:
