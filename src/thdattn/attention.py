@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from numpy.typing import DTypeLike
 
 from thdattn.arguments import (
+    Array,
     as_array,
     as_bool,
     as_count,
@@ -23,7 +24,7 @@ from thdattn.arguments import (
     shown,
 )
 from thdattn.comm import Comm
-from thdattn.engines import Array, AttentionOptions, BackwardInputs, Engine, ForwardInputs
+from thdattn.engines import AttentionOptions, BackwardInputs, Engine, ForwardInputs
 from thdattn.engines.select import as_engine_dtype, check_head_dims, choose_engine
 from thdattn.kv_cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.methods import all_gather

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from thdattn.arguments import as_array, as_count, as_host_ints, check_kind
-from thdattn.engines import Array, Engine
+from thdattn.arguments import Array, as_array, as_count, as_host_ints, check_kind
+from thdattn.engines import Engine
 from thdattn.packing import PackedBatch
 from thdattn.plan.mask import most_in_sight
 from thdattn.plan.plan import Plan

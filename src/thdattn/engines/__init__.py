@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import Array as Array
+from thdattn.arguments import Array
 
 if TYPE_CHECKING:
     from thdattn.comm.overlap.collectives import PeerExchange

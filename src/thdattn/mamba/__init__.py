@@ -9,7 +9,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from thdattn.engines import Array, Engine
+from thdattn.arguments import Array
+from thdattn.engines import Engine
 
 if TYPE_CHECKING:
     from thdattn.mamba import cuda, reference

@@ -7,8 +7,8 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from thdattn.arguments import as_count, check_kind, check_same
-from thdattn.engines import Array, Engine
+from thdattn.arguments import Array, as_count, check_kind, check_same
+from thdattn.engines import Engine
 from thdattn.kv_cache import as_sequences, check_one_rank, check_sequences, copy_sequences
 from thdattn.mamba import context_parallel, mixer_engine
 from thdattn.mamba.context_parallel import Kept

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from thdattn.arguments import Array
 from thdattn.comm import Pending
 from thdattn.comm.slices import copy
-from thdattn.engines import Array
 from thdattn.mamba.shape import Inputs, segment_rows
 from thdattn.plan.memory import Memory, largest_windows
 from thdattn.plan.workspace import Buffer, bytes_by_name, total_bytes

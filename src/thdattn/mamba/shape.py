@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from thdattn.arguments import is_array, shown
-from thdattn.engines import Array
+from thdattn.arguments import Array, is_array, shown
 
 if TYPE_CHECKING:
     from thdattn.packing import PackedBatch

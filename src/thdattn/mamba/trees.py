@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.engines import Array
+from thdattn.arguments import Array
 from thdattn.mamba import context_parallel
 from thdattn.mamba.context_parallel import (
     Kept,

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from thdattn.arguments import Array
 from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
-from thdattn.engines import Array, BackwardInputs, ForwardInputs
+from thdattn.engines import BackwardInputs, ForwardInputs
 from thdattn.methods.base import Method, MethodOptions, Results, joined, lse_dtype
 from thdattn.plan.memory import Layer, Memory
 from thdattn.plan.workspace import INT32, Buffer, bytes_by_name, pair_of, total_bytes

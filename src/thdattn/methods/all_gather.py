@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from thdattn.arguments import Array
 from thdattn.comm import Arrival
 from thdattn.comm.slices import address
-from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
+from thdattn.engines import BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
 from thdattn.methods.base import MethodOptions, Results, joined, kept_keys, key_buffers, lse_dtype
 from thdattn.plan.memory import Layer, Memory
 from thdattn.plan.owners import owner_buffers, places_of_keys

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from thdattn.engines import Array, AttentionOptions, BackwardInputs, ForwardInputs
+from thdattn.arguments import Array
+from thdattn.engines import AttentionOptions, BackwardInputs, ForwardInputs
 from thdattn.plan.workspace import Buffer, pair_of
 
 if TYPE_CHECKING:

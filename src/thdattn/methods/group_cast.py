@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from thdattn.arguments import Array
 from thdattn.comm import no_wait
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
-from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
+from thdattn.engines import BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
 from thdattn.methods.base import MethodOptions, Results, kept_keys, key_buffers, lse_dtype
 from thdattn.plan.memory import Layer, Memory, largest_windows
 from thdattn.plan.workspace import Buffer, pair_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
+from thdattn.arguments import Array
+from thdattn.engines import BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
 from thdattn.methods.base import MethodOptions, Results, key_buffers
 from thdattn.plan.memory import Layer, Memory
 

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdattn.arguments import Array
 from thdattn.comm import no_wait
-from thdattn.engines import Array, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
+from thdattn.engines import BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, Pair
 from thdattn.methods.base import MethodOptions, Results, lse_dtype
 from thdattn.plan.memory import Layer, Memory, largest_windows
 from thdattn.plan.workspace import Buffer, pair_of, total_bytes

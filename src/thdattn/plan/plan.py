@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from thdattn.arguments import Array
 from thdattn.capacity import Flags, Mask
 from thdattn.comm import Comm
-from thdattn.engines import Array, Engine
+from thdattn.engines import Engine
 from thdattn.packing import PackedBatch
 from thdattn.plan import rank_rows
 from thdattn.plan.generations import Generation, renew

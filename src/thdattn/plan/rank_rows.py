@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thdattn.arguments import INT32_MAX, as_count, found
+from thdattn.arguments import INT32_MAX, Array, as_count, found
 from thdattn.comm import Comm
-from thdattn.engines import Array
 from thdattn.plan.node_table import node_table, rows_before
 
 if TYPE_CHECKING:
