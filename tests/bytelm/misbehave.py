@@ -3,7 +3,6 @@
 amid: the rank gets SIGTERM in the second micro-batch of step NUMBER.
 validating: it gets SIGTERM in the first micro-batch of validation NUMBER.
 early: it gets SIGTERM before it looks for documents.
-fail: it raises before step NUMBER.
 wait: it sleeps before any work, while the others wait for it in MPI; process ids are in files beside that of --metrics.
 
 In the end every rank prints how many steps and validations it has begun, and micro-batches in the last one of each.
@@ -26,8 +25,7 @@ from model import Model
 accident, rank, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.argv[1:4] = []
 counts = dict.fromkeys(("step", "validation", "in step", "in validation"), 0)
-WHEN = {"amid": {"step": number, "in step": 2}, "validating": {"validation": number, "in validation": 1},
-        "fail": {"step": number}}
+WHEN = {"amid": {"step": number, "in step": 2}, "validating": {"validation": number, "in validation": 1}}
 whole_train = train.train
 
 
@@ -35,8 +33,6 @@ def train_with_accident(comm, args, interrupt):
     def strike():
         if comm.rank != rank:
             return
-        if accident == "fail":
-            raise RuntimeError("an accident, on purpose")
         os.kill(os.getpid(), signal.SIGTERM)
         while not interrupt.requested:  # a thread hears of it, late on a busy machine
             time.sleep(0.001)

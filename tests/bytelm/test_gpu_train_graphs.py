@@ -1,8 +1,7 @@
-"""Training with CUDA graphs on a GPU: the same bits as without, whatever is captured; nothing waits or leaks."""
+"""Training with CUDA graphs on a GPU: the same bits as without, whatever is captured; nothing waits."""
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import runs
 from held import held
 from launch import need_gpus, run_ranks
 from programs import MISBEHAVE, options, start
-from runs import EVERY_WAY, TINY, way_id, ways_of
+from runs import EVERY_WAY, way_id, ways_of
 from sizes import SIZES
 
 import thdattn
@@ -22,7 +21,6 @@ from thdattn.graphs import Upload
 pytestmark = pytest.mark.gpu
 
 RANKS = Path(__file__).with_name("train_graph_ranks.py")
-FLAT = 16 * 2**20  # bytes that 15 cycles of capture and destruction may cost, if one that leaks costs as many
 
 
 @pytest.fixture
@@ -34,15 +32,6 @@ def dual(batches):
 def comm(cupy):
     with thdattn.comm.init("single") as comm:
         yield comm
-
-
-@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_sums_in_any_order_train_as_well(dual, eager, way):
-    (result,) = runs.outcome(TINY, dual, 1, "cuda", deterministic=False, **way)
-    (wanted,) = eager(TINY, 1, None, len(dual), "cuda")
-    losses, expected = (np.array(run.numbers)[:, 0] for run in (result, wanted))
-    np.testing.assert_allclose(losses[:20], expected[:20], rtol=2**-6)
-    assert losses[-20:].mean() == pytest.approx(expected[-20:].mean(), rel=0.03)
 
 
 def test_uploads_arrive_in_order_and_wait_for_nothing(cupy):
@@ -74,19 +63,6 @@ def test_the_host_waits_for_no_replayed_step_of_layers(cupy, comm, dual, way):
     made.graphs.close()
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use the same GPU's memory")
-@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_memory_stays_flat_over_20_cycles_of_capture_and_destruction(cupy, dual, way):
-    pool, free = cupy.get_default_memory_pool(), []
-    for _ in range(20):
-        assert runs.outcome(TINY, dual[:8], 1, "cuda", **way)[0].num_captured == runs.num_wanted(way, TINY.config)
-        gc.collect()
-        pool.free_all_blocks()
-        cupy.cuda.Device().synchronize()
-        free.append(cupy.cuda.runtime.memGetInfo()[0])
-    assert free[4] - free[-1] <= FLAT, [free[0] - x for x in free]
-
-
 def test_the_memory_of_graphs_is_counted_until_they_are_closed(cupy, comm, dual):
     made = runs.trainer(comm, "cuda", impl="full_iteration")
     for _ in range(5):
@@ -111,15 +87,6 @@ def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_s
     process = run_ranks(2, RANKS, str(documents), str(cp_size), str(int(keep_keys)), method, size, timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.count("bitwise the same") == len(ways_of(SIZES[size]))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("impl", ["local", "full_iteration"])
-def test_an_error_of_one_rank_ends_a_run_with_graphs(cupy, documents, tmp_path, ranks, impl):
-    need_gpus(cupy, ranks)
-    words = options(data=documents, steps=10_000, val_bytes=2000, cuda_graph_impl=impl)
-    process = start(ranks, MISBEHAVE, "fail", ranks - 1, 20, *words, timeout=120)
-    assert process.returncode != 0 and "an accident, on purpose" in process.stderr, process.stdout + process.stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -22,9 +21,7 @@ from programs import MISBEHAVE, TRAIN, lines_of, small
 def running(ranks, words):
     """Start a program for signals; kill it at the end if it still runs."""
     launcher = [*launch.mpiexec(ranks), sys.executable, "-m", "mpi4py"] if ranks > 1 else [sys.executable]
-    environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE)}
-    with subprocess.Popen([*launcher, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, start_new_session=True) as process:
+    with launch.start([*launcher, *map(str, words)]) as process:
         try:
             yield process
         finally:

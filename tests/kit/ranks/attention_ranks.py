@@ -22,7 +22,7 @@ from thdattn.methods import group_cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import machines
 from cases import BFLOAT16, CASES, FIELDS, assemble, check, inputs_of, on_host, step, to_host
-from ranks.comm_contract import join
+from ranks.comm_contract import arrays_of, join
 from ways import Way, ways
 
 NAMES = ("worked-example", "edge-lengths", "all-empty", "no-sequences-slack", "gqa-12-2", "causal", "window-two-sided",
@@ -182,10 +182,7 @@ def main(scenarios: str, backend: str, size: str, transport: str = "auto") -> No
     machines.play_by_launcher()
     nccl_transport.WORTH_OVERLAPPING = 0
     comm = join(backend, int(size), transport)
-    if "cuda" in comm.devices:
-        import cupy as xp
-    else:
-        xp = np
+    xp = arrays_of(comm)
     for scenario in scenarios.split(","):
         SCENARIOS[scenario](comm, xp)
         print(f"rank {comm.rank} of {comm.size}: {scenario} on {backend} done", flush=True)

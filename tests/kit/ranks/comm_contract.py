@@ -6,6 +6,7 @@ mpiexec -n 4 python -m mpi4py comm_contract.py contract mpi 4
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 import time
@@ -18,7 +19,9 @@ import numpy as np
 import thdattn.comm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ranks.comm_exchange import check_exchange, check_swap
+from ranks.comm_exchange import check_exchange, check_swap, raises
+
+from thdattn.fuzz.runs import to_host
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 MOVED = [
@@ -162,17 +165,9 @@ def poisoned(xp: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     return xp.asarray(np.full(size, 0xFF, np.uint8).view(dtype).reshape(shape))
 
 
-def to_host(array: Any) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.get()
-
-
-def raises(kind: type[Exception], function: Any, *arguments: Any) -> str:
-    """The message of the error that the call raises, "" if it raises none."""
-    try:
-        function(*arguments)
-    except kind as error:
-        return str(error)
-    return ""
+def arrays_of(comm: thdattn.comm.Comm) -> Any:
+    """Return the library of a comm's arrays, NumPy or CuPy."""
+    return importlib.import_module("cupy" if "cuda" in comm.devices else "numpy")
 
 
 def join(backend: str, size: int, transport: str = "auto") -> thdattn.comm.Comm:
@@ -213,11 +208,7 @@ def main(scenarios: str, backend: str, size: str) -> None:
 
 def act(scenario: str, comm: thdattn.comm.Comm) -> None:
     if scenario == "contract":
-        if "cuda" in comm.devices:
-            import cupy as xp
-        else:
-            xp = np
-        check_contract(comm, xp)
+        check_contract(comm, arrays_of(comm))
     elif scenario == "failing-rank":
         if comm.rank == 1:
             raise ValueError("rank 1 had bad luck")

@@ -10,6 +10,7 @@ import numpy as np
 
 import thdattn.comm
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
+from thdattn.fuzz.runs import to_host
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [BFLOAT16, *map(np.dtype, ("float16", "float32", "float64", "int8", "uint64", "complex128"))]
@@ -135,38 +136,38 @@ def start_exchange(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tup
 def check_arrived(wait: Any, arrays: list[tuple[Any, np.ndarray]]) -> None:
     wait()
     for found, wanted in arrays:
-        host = found if isinstance(found, np.ndarray) else found.get()
-        assert host.tobytes() == wanted.tobytes()
+        assert to_host(found).tobytes() == wanted.tobytes()
 
 
 def check_bad_slices_are_named(comm: thdattn.comm.Comm, xp: Any) -> None:
     """All ranks make the same mistake, so all raise before anything is sent."""
-    x, peer = xp.zeros((4, 3, 2), np.float32), (comm.rank + 1) % comm.size
+    x, peer, exchange = xp.zeros((4, 3, 2), np.float32), (comm.rank + 1) % comm.size, comm.exchange
     none = np.zeros((comm.size, comm.size), np.int64)
-    assert f"the rank of sends[0] is {comm.rank}; wanted" in refusal(ValueError, comm, [(x, comm.rank)], [])
-    assert f"the rank of recvs[0] is {comm.size}; wanted" in refusal(ValueError, comm, [], [(x, comm.size)])
-    assert "the rank of sends[0] is -1; wanted" in refusal(ValueError, comm, [(x, -1)], [])
-    assert "the rank of recvs[0] is 0.0, a float; wanted an int" in refusal(TypeError, comm, [], [(x, 0.0)])
-    assert "sends[0] has rows that are not contiguous" in refusal(TypeError, comm, [(x[:, ::2], peer)], [])
-    assert "recvs[0] has rows that are not contiguous" in refusal(TypeError, comm, [], [(x[:, :, :1], peer)])
-    assert "sends[0] has rows that are not" in refusal(TypeError, comm, [(x[::-1], peer)], [])
-    assert "sends[0] has rows that are not" in refusal(TypeError, comm, [(x.transpose(1, 0, 2)[:, :2], peer)], [])
-    assert "sends[0] has no dimensions" in refusal(ValueError, comm, [(xp.zeros(()), peer)], [])
-    assert "sends[0] is a builtins.list" in refusal(TypeError, comm, [([1.0], peer)], [])
-    assert "sizes has shape (1,)" in refusal(ValueError, comm, [], [], np.zeros(1, np.int64))
-    assert "and dtype float64; wanted" in refusal(ValueError, comm, [], [], none.astype(float))
+    assert f"the rank of sends[0] is {comm.rank}; wanted" in raises(ValueError, exchange, [(x, comm.rank)], [])
+    assert f"the rank of recvs[0] is {comm.size}; wanted" in raises(ValueError, exchange, [], [(x, comm.size)])
+    assert "the rank of sends[0] is -1; wanted" in raises(ValueError, exchange, [(x, -1)], [])
+    assert "the rank of recvs[0] is 0.0, a float; wanted an int" in raises(TypeError, exchange, [], [(x, 0.0)])
+    assert "sends[0] has rows that are not contiguous" in raises(TypeError, exchange, [(x[:, ::2], peer)], [])
+    assert "recvs[0] has rows that are not contiguous" in raises(TypeError, exchange, [], [(x[:, :, :1], peer)])
+    assert "sends[0] has rows that are not" in raises(TypeError, exchange, [(x[::-1], peer)], [])
+    assert "sends[0] has rows that are not" in raises(TypeError, exchange, [(x.transpose(1, 0, 2)[:, :2], peer)], [])
+    assert "sends[0] has no dimensions" in raises(ValueError, exchange, [(xp.zeros(()), peer)], [])
+    assert "sends[0] is a builtins.list" in raises(TypeError, exchange, [([1.0], peer)], [])
+    assert "sizes has shape (1,)" in raises(ValueError, exchange, [], [], np.zeros(1, np.int64))
+    assert "and dtype float64; wanted" in raises(ValueError, exchange, [], [], none.astype(float))
     if comm.size > 1:
-        assert "but sizes says [0" in refusal(ValueError, comm, [(x, peer)], [], none)
-        assert "recvs has [" in refusal(ValueError, comm, [], [(x, peer)], none)
+        assert "but sizes says [0" in raises(ValueError, exchange, [(x, peer)], [], none)
+        assert "recvs has [" in raises(ValueError, exchange, [], [(x, peer)], none)
     if comm.size > 1 and xp is np:
         fixed = np.broadcast_to(np.float32(1), (4, 3, 2)).copy()
         fixed.flags.writeable = False
-        assert "recvs[0] is read-only" in refusal(ValueError, comm, [], [(fixed, peer)])
+        assert "recvs[0] is read-only" in raises(ValueError, exchange, [], [(fixed, peer)])
 
 
-def refusal(kind: type[Exception], comm: thdattn.comm.Comm, *arguments: Any) -> str:
+def raises(kind: type[Exception], function: Any, *arguments: Any) -> str:
+    """Return the message of the error that the call raises, "" if it raises none."""
     try:
-        comm.exchange(*arguments)
+        function(*arguments)
     except kind as error:
         return str(error)
     return ""

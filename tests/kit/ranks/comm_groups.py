@@ -15,7 +15,7 @@ import thdattn.comm
 from thdattn.comm import mpi
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ranks.comm_contract import check_contract, join, raises, to_host
+from ranks.comm_contract import arrays_of, check_contract, join, raises, to_host
 
 
 def check_groups(comm: thdattn.comm.Comm, xp: Any) -> None:
@@ -133,11 +133,7 @@ def check_worlds(rank: int) -> None:
 
 def main(backend: str, size: str) -> None:
     comm = join(backend, int(size))
-    if "cuda" in comm.devices:
-        import cupy as xp
-    else:
-        xp = np
-    check_groups(comm, xp)
+    check_groups(comm, arrays_of(comm))
     if backend == "mpi":
         check_worlds(comm.rank)
     print(f"rank {comm.rank} of {comm.size}: groups on {comm.name} done", flush=True)
