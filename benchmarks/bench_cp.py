@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import accuracy
@@ -45,8 +46,8 @@ ERROR_CASE = Case("4x1024", (1_024,) * 4, 32, 8)
 HOST_CALLS = 10  # timed on the host
 USUAL_CASES = ("bucket32k", "1x65536", "1x8192", "4x2048", "8x1024", "lognormal128k", "documents8k", "documents16k",
                "bucket32k-mha16")
+PEER = "te+fa4"  # Transformer Engine's schedule; PyTorch is imported only for it
 T = TypeVar("T")
-Peers = dict[str, tuple[str, Callable[[Layer], Any]]]  # name: version, constructor
 
 
 def main() -> int:
@@ -57,10 +58,9 @@ def main() -> int:
             "ranks": str(real.size), "as_rank_of": str(ranks.size),
             "transport": "peer" if real.reads_peers else f"{real.name}{' between machines' * real.spans_machines}",
         })
-        with process_group() if args.peer else nullcontext():
-            others = find_peers() if args.peer else {}
-            versions = {name: version for name, (version, _) in others.items()}
-            for case, measure in work(ranks, args, others):
+        versions = {PEER: peers.FlashAttention4.version()} if args.peer else {}
+        with import_module("cp_peer").process_group() if args.peer else nullcontext():
+            for case, measure in work(ranks, args):
                 start = time.perf_counter()
                 records.add(record.rows_of(case.columns, measure(case), versions), real.rank == 0)
                 if real.rank == 0:
@@ -70,41 +70,24 @@ def main() -> int:
     return 0
 
 
-def process_group() -> Any:
-    """Start torch.distributed for the peer; PyTorch is imported only here."""
-    import cp_peer
-
-    return cp_peer.process_group()
-
-
-def find_peers() -> Peers:
-    """Return Transformer Engine's schedule with the version of its kernels; ImportError where they are missing."""
-    import cp_peer
-
-    def make(layer: Layer) -> cp_peer.TransformerEngine:
-        return cp_peer.TransformerEngine(layer.plan, layer.inputs)
-
-    return {"te+fa4": (peers.FlashAttention4.version(), make)}
-
-
-def work(ranks: Ranks, args: argparse.Namespace, others: Peers) -> Iterator[tuple[Case, Callable[[Case], Measured]]]:
+def work(ranks: Ranks, args: argparse.Namespace) -> Iterator[tuple[Case, Callable[[Case], Measured]]]:
     """Yield cases with what measures them; errors come first, which also compile and load kernels."""
     if ranks.size == ranks.real.size:
-        yield ERROR_CASE, partial(errors, ranks, args.methods, others)
+        yield ERROR_CASE, partial(errors, ranks, args)
     for name in args.cases:
-        yield cp_cases(ranks.size)[name], partial(speeds, ranks, args, others)
+        yield cp_cases(ranks.size)[name], partial(speeds, ranks, args)
 
 
 # --- what is measured --------------------------------------------------------------------------------------------
 
 
-def errors(ranks: Ranks, methods: Sequence[Method], others: Peers, case: Case) -> Measured:
-    """Measure the errors of every method and of the peers against float64."""
+def errors(ranks: Ranks, args: argparse.Namespace, case: Case) -> Measured:
+    """Measure the errors of every method and of the peer against float64."""
     batch = case.batch(2 * ranks.size)  # every sharding takes it
     whole = peers.draw_inputs(case, batch.total_rows)
     wanted = accuracy.exact(case, [x.get() for x in whole], batch)
-    possible = [method for method in methods if not ranks.refusal(method, case)]
-    ways = [*(method.way for method in possible), *others]
+    possible = [method for method in args.methods if not ranks.refusal(method, case)]
+    ways = [*(method.way for method in possible), *[PEER] * args.peer]
     measured: Measured = {(name, result, record.ERRORS): {} for name in ways for result in accuracy.RESULTS}
 
     def work_at(method: Method) -> Layer:
@@ -114,7 +97,7 @@ def errors(ranks: Ranks, methods: Sequence[Method], others: Peers, case: Case) -
         return layer
 
     def note(name: str, layer: Layer, results: Sequence[Any]) -> None:
-        found = [layer.plan.unshard(x, layer.attention.comm).get() for x in results]
+        found = [layer.plan.unshard(x, layer.attn.comm).get() for x in results]
         for result, error in accuracy.errors(found, wanted).items():
             measured[name, result, record.ERRORS] = error.columns
 
@@ -122,13 +105,13 @@ def errors(ranks: Ranks, methods: Sequence[Method], others: Peers, case: Case) -
         layer = attempted(ranks.real, f"{case.name} {method.way}", partial(work_at, method))
         if layer is not None:
             note(method.way, layer, layer.results())
-            if method == USUAL:
-                for name, peer in made_peers(ranks.real, case, others, layer).items():
-                    note(name, layer, peer.on_gpu())
+            peer = made_peer(ranks.real, case, layer) if args.peer and method == USUAL else None
+            if peer is not None:
+                note(PEER, layer, peer.on_gpu())
     return measured
 
 
-def speeds(ranks: Ranks, args: argparse.Namespace, others: Peers, case: Case) -> Measured:
+def speeds(ranks: Ranks, args: argparse.Namespace, case: Case) -> Measured:
     """Measure all times of one case, in turns, and the memory and received bytes of each way."""
     real, asked = ranks.real, asked_for(ranks, args.methods, args.head_groups, case)
     ours: dict[str, Layer] = {}
@@ -144,14 +127,16 @@ def speeds(ranks: Ranks, args: argparse.Namespace, others: Peers, case: Case) ->
     ways: dict[str, Timed] = {**ours}
     if OURS in ours:
         free = free_memory()
-        made_ones = made_peers(real, case, others, ours[OURS])
-        costs |= {name: {"memory_gib": taken(real, peer, free)} for name, peer in made_ones.items()}
-        ways |= {**made_ones, ALONE: Alone(ours[OURS])}
+        peer = made_peer(real, case, ours[OURS]) if args.peer else None
+        if peer is not None:
+            ways[PEER], costs[PEER] = peer, {"memory_gib": taken(real, peer, free)}
+        ways[ALONE] = Alone(ours[OURS])
         both(ways[ALONE])  # a backward needs a forward before it
     one = attempted(real, f"{case.name} {ONE}", partial(started, partial(whole_pack, case)))
     if one is not None:
         ways[ONE] = one[0]
-    measured: Measured = {(name, way, "called"): {} for name in (*asked, *others) for way in WAYS}
+    measured: Measured = {(name, way, "called"): {} for name in (*asked, *[PEER] * args.peer)
+                          for way in WAYS}
     measured |= {key: timed(case, 1 if key[0] == ONE else ranks.size, key, samples)
                  for key, samples in raced(real, case, ways, ours, args.repeats).items()}
     for name, found in costs.items():
@@ -187,7 +172,7 @@ def raced(
                 replay = attempted(real, f"{case.name} {name} in a graph", partial(captured, stack, name, layer))
                 if replay is not None:
                     calls[name, "graph"] = [replay]
-        found = timing.race_in_steps(real, calls, rounds)
+        found = timing.race(real, calls, rounds)
     times: dict[record.Key, list[float]] = {}
     for (name, how), steps in found.items():
         directions = WAYS if how == "called" else ("both",) * 2
@@ -214,20 +199,16 @@ def attempted(real: Comm, what: str, make: Callable[[], T]) -> T | None:
     return None if max(timing.slowest(real, [failed])) else made
 
 
-def made_peers(real: Comm, case: Case, others: Peers, layer: Layer) -> dict[str, Any]:
-    """Make the peers, and keep those whose results are those of ours on every rank; name the others on stderr.
+def made_peer(real: Comm, case: Case, layer: Layer) -> Any:
+    """Make the peer of a layer; None, with the reason on stderr, if its results are not those of ours on every rank."""
 
-    Rows of the others stay blank, and so replace those of an older run.
-    """
-
-    def alike(make: Callable[[Layer], Any]) -> Any:
-        peer = make(layer)
+    def alike() -> Any:
+        peer = import_module("cp_peer").TransformerEngine(layer.plan, layer.inputs)
         both(peer)
         peers.check(peer.results(), layer.results())
         return peer
 
-    made = {name: attempted(real, f"{case.name} {name}", partial(alike, make)) for name, (_, make) in others.items()}
-    return {name: peer for name, peer in made.items() if peer is not None}
+    return attempted(real, f"{case.name} {PEER}", alike)
 
 
 def taken(real: Comm, layer: Timed, free: int) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -150,8 +150,7 @@ def layer_rows(comm: thdattn.comm.Comm, layer: Layer, rounds: int) -> Iterator[r
             for _ in range(3):  # an eager run, a capture, a replay
                 found = way()
             check(layer, name, found, wanted)
-        times = timing.race(comm, ways, rounds)
-        yield from (row_of(layer.columns, way, samples, layer.flops) for way, samples in times.items())
+        yield from rows_of(comm, layer.columns, ways, layer.flops, rounds)
 
 
 def check(layer: Layer, way: str, found: Sequence[Any], wanted: Sequence[Any]) -> None:
@@ -176,16 +175,20 @@ def slot_rows(comm: thdattn.comm.Comm, rounds: int) -> Iterator[record.Row]:
             ways[f"{slots}_slots"] = partial(step, layer.given, layer.dout)
         exact = graphs.captured(layer.both, "exact")
         ways["exact"] = lambda: exact(layer.given, layer.dout, layer.exact)
-        times = timing.race(comm, ways, rounds)
-        yield from (row_of(case.columns, way, samples, sum(case.flops)) for way, samples in times.items())
+        yield from rows_of(comm, case.columns, ways, sum(case.flops), rounds)
 
 
 def planned_step(layer: Layer, pack: StaticPack, given: Sequence[Any], dout: Any) -> Any:
     return layer.both(given, dout, *pack.plans())
 
 
-def row_of(columns: record.Row, way: str, samples: Sequence[float], flops: float | None) -> record.Row:
-    return columns | {"way": way} | record.timed(samples, flops)
+def rows_of(
+    comm: thdattn.comm.Comm, columns: record.Row, ways: Mapping[str, Call], flops: float | None, rounds: int
+) -> Iterator[record.Row]:
+    """Time ways in turns, and yield a row for each."""
+    times = timing.race(comm, {name: [way] for name, way in ways.items()}, rounds)
+    for way, (samples, _) in times.items():
+        yield columns | {"way": way} | record.timed(samples, flops)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -93,7 +93,7 @@ def speeds(comm: Comm, case: TreeCase, others: Sequence[str], rounds: int) -> It
         if made is not None:
             ways[name] = made
     release_memory()
-    times = timing.race_in_steps(comm, {name: (way.forward, way.backward) for name, way in ways.items()}, rounds)
+    times = timing.race(comm, {name: (way.forward, way.backward) for name, way in ways.items()}, rounds)
     work = f"{busiest_rank(comm, ours):.3f}"
     for name, pack in packs.items():
         flops = [x / (comm.size if name == OURS else 1) for x in (*pack.flops, sum(pack.flops))]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import cp_methods
 import cupy
@@ -14,6 +14,7 @@ import numpy as np
 import peers
 import record
 from cp_methods import INNER, USUAL, Method
+from peers import Ours
 from rank_of import Exchanging, as_rank_of
 from workloads import Case
 
@@ -74,11 +75,11 @@ class Ranks(NamedTuple):
         return first, second
 
 
-class Layer:
-    """Layer of this package, with a given number of head groups, or as many as CPAttention chooses.
+class Layer(Ours):
+    """Layer over ranks, with a given number of head groups, or as many as CPAttention chooses.
 
     Attributes:
-        attention, plan: of this rank, for the pack with the padding that the sharding needs.
+        attn, plan: of this rank, for the pack with the padding that the sharding needs.
         inputs: this rank's rows.
     """
 
@@ -87,31 +88,20 @@ class Layer:
         batch: thdattn.PackedBatch | None = None,
     ) -> None:
         self.case, self.method, self.head_groups = case, method, head_groups
-        self.attention = case.attention("cuda", comm, head_groups=head_groups, cp_comm_type=method.cp_comm_type)
+        self.attn = case.attention("cuda", comm, head_groups=head_groups, cp_comm_type=method.cp_comm_type)
         self._comms = comm if isinstance(comm, tuple) else (comm,)
-        self.batch = batch or method.padded(case, self.attention.comm.size)
-        self.plan = self.attention.plan(self.batch, method.sharding)
+        self.batch = batch or method.padded(case, self.attn.comm.size)
+        self.plan = self.attn.plan(self.batch, method.sharding)
         self.inputs = peers.draw_inputs(case, self.plan.local_rows)
 
     def new_plan(self) -> thdattn.Plan:
         """Make the plan of a new batch, of which nothing is cached."""
-        return self.attention.plan(self.method.padded(self.case, self.plan.cp_size), self.method.sharding)
-
-    def forward(self) -> None:
-        q, k, v, _ = self.inputs
-        self.out, self.saved = self.attention.forward(q, k, v, self.plan)
-
-    def backward(self) -> None:
-        self.grads = self.attention.backward(self.inputs.dout, self.saved)
-
-    def results(self) -> Sequence[Any]:
-        """Return this rank's rows of out, dq, dk and dv."""
-        return self.out, *self.grads
+        return self.attn.plan(self.method.padded(self.case, self.plan.cp_size), self.method.sharding)
 
     def choices(self) -> record.Row:
         """Return the columns with method, sharding and head groups."""
         return {"method": self.method.cp_comm_type, "sharding": self.method.sharding,
-                "head_groups": str(len(self.attention._groups(self.plan)))}
+                "head_groups": str(len(self.attn._groups(self.plan)))}
 
     def received(self) -> int:
         """Count the bytes from other ranks in one forward and one backward."""
@@ -125,7 +115,7 @@ class Alone:
 
     def __init__(self, layer: Layer) -> None:
         _, k, v, _ = layer.inputs
-        self.layer, self._options = layer, AttentionOptions(layer.attention.softmax_scale)
+        self.layer, self._options = layer, AttentionOptions(layer.attn.softmax_scale)
         shapes = ((layer.plan.key_rows, *x.shape[1:]) for x in (k, v))
         self._keys, self._values = (peers.normal(shape, seed) for seed, shape in enumerate(shapes, 1))
         self._sum_dtype = np.dtype(np.float32) if layer.plan.cp_size > 1 else k.dtype
@@ -159,7 +149,7 @@ def captured(stack: ExitStack, name: str, layer: Layer) -> Callable[[], object]:
 
     The graph is of a copy of the layer, so that nobody else holds its results.
     """
-    graphs = stack.enter_context(Graphs(layer.attention.comm, CudaGraphConfig(impl="local", warmup_steps=1)))
+    graphs = stack.enter_context(Graphs(layer.attn.comm, CudaGraphConfig(impl="local", warmup_steps=1)))
     replay = graphs.captured(partial(both, copy(layer)), name)
     for _ in range(2):
         replay()

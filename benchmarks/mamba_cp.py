@@ -50,7 +50,7 @@ def measure(
             forward_and_backward(ways[A2A])
             peers.check(ways[A2A].results(), ways[OURS].results()[: len(OF_ROWS)], OF_ROWS)
         peers.release_memory()
-        times = timing.race_in_steps(comm, {name: (way.forward, way.backward) for name, way in ways.items()}, rounds)
+        times = timing.race(comm, {name: (way.forward, way.backward) for name, way in ways.items()}, rounds)
         yield case, "mixer", versions, {(name, way, "called"): record.timed(samples) for name, steps in times.items()
                                         for way, samples in zip(WAYS, steps, strict=True)}
 

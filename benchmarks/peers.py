@@ -138,6 +138,7 @@ class Ours(CupyPeer):
     """
 
     options: ClassVar[dict[str, Any]] = {}
+    sinks: Any = None
     grads: Sequence[Any] = ()
 
     @classmethod
@@ -147,7 +148,8 @@ class Ours(CupyPeer):
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.inputs = inputs
         self.attn = case.attention("cuda", **self.options)
-        self.sinks = cupy.zeros(case.heads, np.float32) if self.attn.sinks else None
+        if self.attn.sinks:
+            self.sinks = cupy.zeros(case.heads, np.float32)
         if self.attn.sinks or self.attn.softcap:
             self.logits = {"softcap": self.attn.softcap, "sinks": None if self.sinks is None else self.sinks.get()}
         self.batch, self.key_batch = case.batch(), case.key_batch()

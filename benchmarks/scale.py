@@ -8,9 +8,8 @@ Nothing is measured: thdattn.costs.scale.simulated predicts the times from the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,32 +55,22 @@ def row(scale: Scale) -> list[str]:
 Dealt = list[list[list[int]]]  # documents of the micro-batches of each group
 
 
-class GlobalBatch(NamedTuple):
-    """Documents of one step, dealt to groups twice.
+def global_batch(groups: int, micro_batches: int, seed: int) -> tuple[NDArray[np.int64], Dealt, Dealt]:
+    """Draw documents for so many micro-batches of PACK_TOKENS rows, and deal them to groups in two ways.
 
-    lengths: (num_docs,) tokens.
-    first_fit: in the order of the documents, one micro-batch after another, to one group after another.
-    scheduled: by thdattn.packing.schedule.
+    Returns:
+        (num_docs,) tokens; how first fit deals them, in the order of the documents; how `schedule` does.
     """
-
-    lengths: NDArray[np.int64]
-    first_fit: Dealt
-    scheduled: Dealt
-
-
-def global_batch(groups: int, micro_batches: int, seed: int) -> GlobalBatch:
-    """Draw documents that first fit deals to so many micro-batches of PACK_TOKENS rows, and deal them evenly."""
     total = groups * micro_batches
     drawn = document_pack(seed, 2 * total * PACK_TOKENS)
     pieces = [piece for length in drawn for piece in (*[PACK_TOKENS] * (length // PACK_TOKENS), length % PACK_TOKENS)
               if piece]
-    packs = [pack for pack, _ in zip(first_fit(enumerate(pieces), lambda piece: piece[1], PACK_TOKENS), range(total),
-                                     strict=False)]
+    packs = [*islice(first_fit(enumerate(pieces), lambda piece: piece[1], PACK_TOKENS), total)]
     ends = np.cumsum([len(pack) for pack in packs]).tolist()
     numbers = [list(range(end - len(pack), end)) for pack, end in zip(packs, ends, strict=True)]
     lengths = np.array([length for pack in packs for _, length in pack])
-    return GlobalBatch(lengths, [numbers[group::groups] for group in range(groups)],
-                       schedule(lengths, groups, PACK_TOKENS, micro_batches))
+    dealt = [numbers[group::groups] for group in range(groups)]
+    return lengths, dealt, schedule(lengths, groups, PACK_TOKENS, micro_batches)
 
 
 def busiest(lengths: NDArray[np.int64], dealt: Dealt) -> float:
@@ -97,8 +86,7 @@ def groups_of_ranks() -> str:
     for groups in (2, 4, 8, 16):
         for micro_batches in (4, 16):
             found = [global_batch(groups, micro_batches, seed) for seed in range(SEEDS)]
-            shares = [[busiest(each.lengths, dealt) for each in found for dealt in (getattr(each, way),)]
-                      for way in ("first_fit", "scheduled")]
+            shares = [[busiest(lengths, ways[way]) for lengths, *ways in found] for way in (0, 1)]
             lines.append([str(groups), str(micro_batches), *(f"{np.mean(x):.2f} (to {max(x):.2f})" for x in shares)])
     return table(["groups", "micro-batches of each", "first fit", "`schedule`"], lines)
 

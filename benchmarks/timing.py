@@ -121,13 +121,7 @@ def interleaved(
     return {name: times for name, times in samples.items() if times}
 
 
-def race(comm: thdattn.comm.Comm, ways: Mapping[Name, Call], rounds: int) -> dict[Name, list[float]]:
-    """Time ways in turns, called on all ranks at once."""
-    times = race_in_steps(comm, {name: [call] for name, call in ways.items()}, rounds)
-    return {name: whole for name, (_, whole) in times.items()}
-
-
-def race_in_steps(
+def race(
     comm: thdattn.comm.Comm, ways: Mapping[Name, Sequence[Call]], rounds: int
 ) -> dict[Name, list[list[float]]]:
     """Time ways of several steps in turns: the times of every step, and last of all steps together."""

@@ -100,14 +100,14 @@ def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
             report.draw(args.plot, plan.sharding, attn, names)
             print(f"  wrote {args.plot}")
 
-    with report.Progress(shown=comm.rank == 0) as progress:
-        progress.step = "making q, k, v from the bytes"
-        q, k, v, dout = embed(this, tokens)
-        (out, saved), forward = timed(this, lambda: attn.forward(q, k, v, plan), progress, "forward")
-        (dq, dk, dv), backward = timed(this, lambda: attn.backward(dout, saved), progress, "backward")
-        progress.step = "computing some documents again in float64"
-        inputs, results = {"q": q, "k": k, "v": v, "dout": dout}, {"out": out, "dq": dq, "dk": dk, "dv": dv}
-        verdicts = check(this, inputs, results)
+    report.print_step(comm, "making q, k, v from the bytes")
+    q, k, v, dout = embed(this, tokens)
+    report.print_step(comm, "computing forward and backward")
+    (out, saved), forward = timed(this, lambda: attn.forward(q, k, v, plan))
+    (dq, dk, dv), backward = timed(this, lambda: attn.backward(dout, saved))
+    report.print_step(comm, "computing some documents again in float64")
+    inputs, results = {"q": q, "k": k, "v": v, "dout": dout}, {"out": out, "dq": dq, "dk": dk, "dv": dv}
+    verdicts = check(this, inputs, results)
 
     if comm.rank == 0:
         report.print_times(attn, attn.flops(plan), forward, backward)
@@ -159,11 +159,10 @@ def embed(this: Run, tokens: np.ndarray) -> list[Any]:
     return arrays
 
 
-def timed(this: Run, call: Callable[[], Any], progress: report.Progress, what: str) -> tuple[Any, tuple[float, float]]:
+def timed(this: Run, call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
     """Return the result of a call, and seconds: of the first call, which compiles kernels, and the median of others."""
     seconds = []
-    for number in range(1 + this.args.repeats):
-        progress.step = f"{what}, call {number + 1} of {1 + this.args.repeats}"
+    for _ in range(1 + this.args.repeats):
         synchronize(this)
         began = time.perf_counter()
         result = call()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import textwrap
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,36 +40,10 @@ class Verdicts:
         return self.not_zero == 0 and all(error.good for error in self.errors.values())
 
 
-class Progress:
-    """Line on stderr that says what the program does, once it has run for two seconds."""
-
-    def __init__(self, shown: bool) -> None:
-        self.step = ""
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._show, daemon=True) if shown else None
-
-    def __enter__(self) -> Progress:
-        if self._thread:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        if self._thread:
-            self._thread.join()
-
-    def _show(self) -> None:
-        began, shown, in_place = time.perf_counter(), "", sys.stderr.isatty()
-        while not self._over.wait(0.2):
-            seconds = time.perf_counter() - began
-            if seconds > 2 and (in_place or self.step != shown):
-                shown = self.step
-                line = f"{seconds:4.0f} s  {shown} ..."
-                sys.stderr.write(f"\r\033[K{line}" if in_place else f"{line}\n")
-                sys.stderr.flush()
-        if in_place and shown:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+def print_step(comm: thdattn.comm.Comm, step: str) -> None:
+    """Say on stderr of rank 0 what follows, because it may take seconds."""
+    if comm.rank == 0:
+        print(f"{step} ...", file=sys.stderr, flush=True)
 
 
 def print_pack(batch: thdattn.PackedBatch) -> None:

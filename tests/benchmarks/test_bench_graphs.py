@@ -21,7 +21,7 @@ def on_host(monkeypatch):
     monkeypatch.setattr(bench_graphs.MixerCase, "mixer", lambda case, comm, _: mixer(case, comm, "reference"))
     monkeypatch.setattr(bench_graphs, "cupy", np)
     monkeypatch.setattr(bench_graphs, "draw_inputs", draw_inputs)
-    monkeypatch.setattr(bench_graphs.timing, "race", lambda comm, ways, rounds: {name: [1.0] for name in ways})
+    monkeypatch.setattr(bench_graphs.timing, "race", lambda comm, ways, rounds: {name: [[1.0], [1.0]] for name in ways})
     return thdattn.comm.init("single")
 
 

@@ -80,7 +80,7 @@ def bench(monkeypatch):
     monkeypatch.setattr(peers, "cupy", Mock())
     monkeypatch.setattr(bench_trees, "release_memory", lambda: None)
     monkeypatch.setattr(bench_trees, "cupy", SimpleNamespace(**vars(np), asnumpy=np.asarray))
-    monkeypatch.setattr(bench_trees.timing, "race_in_steps", race)
+    monkeypatch.setattr(bench_trees.timing, "race", race)
     monkeypatch.setattr(bench_trees.timing, "slowest", slowest)
     return bench_trees
 
