@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cases import BFLOAT16, SMALL, plan_with
-from test_balanced import CP_SIZES, PACKS, WINDOWS, adversarial_lengths, batch_of, random_pack
+from pairs import WINDOWS
+from test_balanced import CP_SIZES, PACKS, adversarial_lengths, batch_of, random_pack
 from test_gpu_plan import assert_same_plans, on_gpu
 
 import thdattn

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from cases import BFLOAT16, Case, check, gpu_only, plan_with
 from late_rows import come_late, hide_all
-from test_balanced import CP_SIZES, PACKS, WINDOWS, plan_of, random_pack, visible
+from pairs import WINDOWS, plan_of, visible
+from test_balanced import CP_SIZES, PACKS, random_pack
 from test_methods import BY_NAME
 from ways import Way, run_way
 

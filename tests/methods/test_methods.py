@@ -10,7 +10,7 @@ from cases import BFLOAT16, FIELDS, Case, check, gpu_only, inputs_of, step, to_h
 from ways import BY_NAME, MORE_WAYS, TELLING, WAYS, Way, attention, of, run_way, ways
 
 import thdattn
-from thdattn import PackedBatch, Sharding
+from thdattn import PackedBatch
 from thdattn.comm.local import LocalComm
 from thdattn.engines import reference
 from thdattn.kernels.configs import TILES
@@ -176,15 +176,6 @@ def test_levels_of_one_are_the_method_alone(engine, two, one):
     for case in (replace(LONGER, causal=True), BY_NAME["slack"]):
         case = replace(case, heads=(8, 4))
         assert bits(run_on(engine, case, two)) == bits(run_on(engine, case, one))
-
-
-@pytest.mark.parametrize("grid", [(2, 2), (2, 4), (1, 4)], ids=str)
-def test_one_document_lies_balanced_as_in_two_chunks(grid):
-    inner, outer = grid
-    batch = PackedBatch([0, 2 * outer * 300])
-    for rank in range(inner * outer):
-        balanced, chunks = (Sharding(batch, inner * outer, strategy, inner) for strategy in ("balanced", "dual_chunk"))
-        assert balanced.rows(rank).tolist() == chunks.rows(rank).tolist()
 
 
 @pytest.mark.parametrize("way", [*TELLING, Way("a2a+all_gather", "contiguous", 4, inner=4)], ids=str)

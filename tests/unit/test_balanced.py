@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 from launch import SOURCE
-from test_plan import assert_tiles, ranges
+from pairs import WINDOWS, assert_masked, places, plan_of, visible
 from wrong_values import DeviceOffsets
 
 import thdattn
@@ -23,11 +23,9 @@ from thdattn.balance import balanced_runs
 from thdattn.engines import reference
 from thdattn.plan.key_transfers import Routes, needed_rows
 from thdattn.plan.plan import NO_ARRAYS, Plan
-from thdattn.plan.ranges import host_arrays
 from thdattn.plan.workspace import total_bytes
 
 CP_SIZES = (1, 2, 3, 4, 8)
-WINDOWS = [(-1, 0), (-1, -1), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
 REAL = SOURCE.parent / "benchmarks/doc_lengths.csv"
 MOST_WORK = 1.08  # of the mean, where a rank has more than 512 rows
 
@@ -51,14 +49,6 @@ def batch_of(lengths, padding=None, slack=0):
     cu_seqlens, padded = (np.cumsum([0, *x]).astype(np.int32) for x in (
         lengths, lengths if padding is None else np.add(lengths, padding)))
     return PackedBatch(cu_seqlens, padded, total_rows=int(padded[-1]) + slack)
-
-
-def places(batch):
-    """(sequence, position) of every row of the pack; -1, -1 for padding."""
-    sequence, position = np.full((2, batch.total_rows), -1)
-    for number, (begin, length) in enumerate(zip(batch.cu_seqlens_padded, batch.lengths, strict=False)):
-        sequence[begin : begin + length], position[begin : begin + length] = number, np.arange(length)
-    return sequence, position
 
 
 def work_of(sharding):
@@ -135,12 +125,12 @@ def test_padding_comes_last_and_in_order():
             assert all(full[:last]), "a rank is full before the next one gets padding"
 
 
-@pytest.mark.parametrize("cp_size", CP_SIZES)
-def test_one_document_is_dual_chunk(cp_size):
-    batch = batch_of([2 * cp_size * 300])
+@pytest.mark.parametrize(("inner", "outer"), [*((1, size) for size in CP_SIZES), (2, 2), (2, 4)])
+def test_one_document_is_dual_chunk(inner, outer):
+    batch, cp_size = batch_of([2 * outer * 300]), inner * outer
     for rank in range(cp_size):
-        rows = [Sharding(batch, cp_size, strategy).rows(rank).tolist() for strategy in ("balanced", "dual_chunk")]
-        assert rows[0] == rows[1]
+        balanced, chunks = (Sharding(batch, cp_size, strategy, inner) for strategy in ("balanced", "dual_chunk"))
+        assert balanced.rows(rank).tolist() == chunks.rows(rank).tolist()
 
 
 def test_documents_stay_on_few_ranks():
@@ -229,24 +219,6 @@ def test_lengths_on_a_gpu_are_refused():
 # --- what travels ---------------------------------------------------------------------------------------------------
 
 
-def visible(batch, rows, keys, window):
-    """Whether each of some rows, as a query, sees each of others, as a key; -1 sees nothing."""
-    sequence, position = (np.append(x, -1) for x in places(batch))
-    i, j = np.asarray(rows)[:, None], np.asarray(keys)[None, :]
-    seen = (sequence[i] >= 0) & (sequence[i] == sequence[j])
-    left, right = window
-    if left >= 0:
-        seen &= position[j] >= position[i] - left
-    if right >= 0:
-        seen &= position[j] <= position[i] + right
-    return seen
-
-
-def plan_of(sharding, cp_rank, window, tiles=(16, 8), keys_of=None):
-    arrays = host_arrays(sharding, cp_rank, window, tiles, keys_of=keys_of)
-    return Plan(sharding, cp_rank, window, (8, 8), tiles, arrays, reference, sharding.batch, keys_of=keys_of)
-
-
 def assert_needed_rows(batch, cp_size, window):
     sharding = Sharding(batch, cp_size, "balanced")
     plans = [plan_of(sharding, rank, window) for rank in range(cp_size)]
@@ -254,13 +226,9 @@ def assert_needed_rows(batch, cp_size, window):
     whole = np.arange(batch.total_rows)
     for rank, plan in enumerate(plans):
         arrays, routes = plan.arrays, plan.routes
-        seen = visible(batch, rows[rank], whole, window)
-        keys = np.flatnonzero(seen.any(axis=0))
+        keys = np.flatnonzero(visible(batch, rows[rank], whole, window).any(axis=0))
         assert arrays.rows_of_keys.tolist() == keys.tolist() and plan.key_rows == len(keys)
-        assert arrays.key_ranges.tolist() == ranges(seen[:, keys])
-        assert arrays.query_ranges.tolist() == ranges(seen[:, keys].T)
-        assert_tiles(arrays.key_tiles, batch, keys, arrays.query_ranges.tolist(), 8, sharding.local_rows)
-        assert_tiles(arrays.query_tiles, batch, rows[rank], arrays.key_ranges.tolist(), 16, len(keys))
+        assert_masked(arrays, batch, rows[rank], keys, window, (16, 8))
         assert arrays.all_rows.tolist() == np.concatenate(rows).tolist()
         assert not plan.has_unseen_keys
 
@@ -289,11 +257,9 @@ def assert_needed_rows(batch, cp_size, window):
             first += len(sent)
         assert first == len(arrays.sends) == routes.num_sent
         assert arrays.returns.tolist() == wanted.tolist()
-        places, mine = np.full(len(keys), -1), (np.delete(wanted, rank, axis=0) < 0).all(axis=0) & (own >= 0)
-        places[own[mine]] = np.flatnonzero(mine)
-        assert arrays.places.tolist() == places.tolist()
-        assert all(x.dtype == np.int32 for x in (arrays.sends, arrays.returns, arrays.rank_order, arrays.rows_of_keys,
-                                                 arrays.places))
+        mine_alone, mine = np.full(len(keys), -1), (np.delete(wanted, rank, axis=0) < 0).all(axis=0) & (own >= 0)
+        mine_alone[own[mine]] = np.flatnonzero(mine)
+        assert arrays.places.tolist() == mine_alone.tolist()
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES[1:])
@@ -338,11 +304,8 @@ def assert_slices(batch, cp_size, strategy, window):
         for peer in range(cp_size):
             plan = plan_of(sharding, rank, window, keys_of=peer)
             arrays, keys = plan.arrays, sharding.rows(peer)
-            seen = visible(batch, sharding.rows(rank), keys, window)
             assert arrays.rows_of_keys.tolist() == keys.tolist() and plan.key_rows == len(keys) == plan.local_key_rows
-            assert arrays.key_ranges.tolist() == ranges(seen)
-            assert arrays.query_ranges.tolist() == ranges(seen.T)
-            assert_tiles(arrays.key_tiles, batch, keys, arrays.query_ranges.tolist(), 8, sharding.local_rows)
+            seen = assert_masked(arrays, batch, sharding.rows(rank), keys, window, (16, 8))
             assert arrays.rank_order is arrays.sends is arrays.returns is None
             counted += int(seen.sum())
         assert counted == int(visible(batch, sharding.rows(rank), np.arange(batch.total_rows), window).sum())

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import BFLOAT16, BIG, CROSS, LONG, SMALL, local_rows, outline_of, random_inputs, to_host
+from pairs import WINDOWS
 
 import thdattn
 from thdattn.kernels.configs import TILES
@@ -15,7 +16,6 @@ from thdattn.plan.ranges import host_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
-WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
 SINGLE = thdattn.comm.init("single")
 # Rows per query tile and per key tile: the kernels', and tiles that divide nothing.
 TILE_SIZES = [(128, 64), (64, 128), (7, 100)]

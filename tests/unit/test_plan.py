@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, BIG, CASES, LONG, SMALL, Case, to_host, token_rows
+from cases import BFLOAT16, BIG, CASES, LONG, SMALL, Case, to_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import WINDOWS, assert_masked, places
 
 import thdattn
 from thdattn.kernels.configs import TILES
 from thdattn.plan.ranges import host_arrays
-
-WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
-
-
-@dataclass
-class Wanted:
-    """rows, positions, valid, key_ranges, query_ranges of a rank, from the visibility of every pair."""
-
-    rows: list[int]
-    positions: list[int]
-    valid: list[bool]
-    key_ranges: list[list[int]]
-    query_ranges: list[list[int]]
 
 
 def owned_rows(batch, cp_size, cp_rank, sharding):
@@ -50,75 +38,19 @@ def owned_rows(batch, cp_size, cp_rank, sharding):
     return rows + [-1] * (local_rows - len(rows))
 
 
-def brute_force(batch, cp_size, cp_rank, sharding, window):
-    """Row by row: which document and position it is, and for each pair of valid rows whether it counts."""
-    document = np.full(batch.total_rows + 1, -1)  # the last is that of fillers, row -1
-    position = np.zeros(batch.total_rows + 1, int)
-    valid = np.zeros(batch.total_rows + 1, bool)
-    starts = batch.cu_seqlens_padded.tolist()
-    for b, length in enumerate(batch.lengths.tolist()):
-        for row in range(starts[b], starts[b + 1]):
-            document[row], position[row], valid[row] = b, row - starts[b], row - starts[b] < length
-    rows = owned_rows(batch, cp_size, cp_rank, sharding)
-    left, right = window
-    i, j = np.array(rows, int)[:, None], np.arange(batch.total_rows)[None, :]
-    visible = valid[i] & valid[j] & (document[i] == document[j])
-    if left >= 0:
-        visible &= position[j] >= position[i] - left
-    if right >= 0:
-        visible &= position[j] <= position[i] + right
-    rows = np.array(rows, int)
-    return Wanted(rows.tolist(), position[rows].tolist(), valid[rows].tolist(), ranges(visible), ranges(visible.T))
-
-
-def ranges(visible):
-    """[first, last + 1) of the True entries of every row, which have no gap; [0, 0] for none."""
-    found = []
-    for row in visible:
-        seen = np.flatnonzero(row)
-        found.append([int(seen[0]), int(seen[-1]) + 1] if len(seen) else [0, 0])
-        assert found[-1][1] - found[-1][0] == len(seen), "what a row sees is one range"
-    return found
-
-
 def assert_plan(batch, cp_size, sharding, window, tiles=(16, 8)):
     shared = thdattn.Sharding(batch, cp_size, sharding)
-    gathered = []
-    for cp_rank in range(cp_size):
+    owned = [owned_rows(batch, cp_size, cp_rank, sharding) for cp_rank in range(cp_size)]
+    positions = np.zeros(batch.total_rows + 1, int)  # the last is that of fillers, row -1
+    for begin, end in itertools.pairwise(batch.cu_seqlens_padded.tolist()):
+        positions[begin:end] = range(end - begin)
+    is_token = np.append(places(batch)[0] >= 0, False)
+    for cp_rank, rows in enumerate(owned):
         plan = host_arrays(shared, cp_rank, window, tiles)
-        wanted = brute_force(batch, cp_size, cp_rank, sharding, window)
-        assert plan.rows.tolist() == wanted.rows
-        assert plan.positions.tolist() == wanted.positions
-        assert plan.key_ranges.tolist() == wanted.key_ranges
-        assert plan.query_ranges.tolist() == wanted.query_ranges
-        assert plan.key_ranges.shape == (shared.local_rows, 2) and plan.query_ranges.shape == (batch.total_rows, 2)
-        arrays = {name: x for name, x in vars(plan).items() if x is not None}
-        assert all(x.dtype == (bool if name == "valid" else np.int32) for name, x in arrays.items())
-        assert plan.valid.tolist() == wanted.valid
-        assert_tiles(plan.query_tiles, batch, wanted.rows, wanted.key_ranges, tiles[0], batch.total_rows)
-        assert_tiles(plan.key_tiles, batch, range(batch.total_rows), wanted.query_ranges, tiles[1], len(wanted.rows))
-        gathered += wanted.rows
-    for cp_rank in range(cp_size):
-        assert host_arrays(shared, cp_rank, window, tiles).rank_order.tolist() == gathered
-
-
-def assert_tiles(orders, batch, rows, ranges_of_rows, tile, num_others):
-    """Every tile once, in either order: tiles of the longest sequence first, sequence by sequence, and there by falling
-    span; by falling span. In their own order where these are equal. Both by span alone, where that is on average an
-    eighth of the other side."""
-    starts, lengths = batch.cu_seqlens_padded.tolist(), batch.lengths.tolist()
-    sequences, spans = [], []
-    for first in range(0, len(ranges_of_rows), tile):
-        seen = [r for r in ranges_of_rows[first : first + tile] if r[1] > r[0]]
-        spans.append(max(end for _, end in seen) - min(begin for begin, _ in seen) if seen else 0)
-        found = [(0, 0)]  # rows outside all sequences
-        for row in rows[first : first + tile]:
-            found += [(-lengths[b], starts[b]) for b in range(len(lengths)) if starts[b] <= row < starts[b + 1]]
-        sequences.append(min(found))
-    tiles = range(len(spans))
-    few = 8 * sum(spans) >= len(spans) * num_others
-    assert orders[0].tolist() == sorted(tiles, key=lambda t: (not few and sequences[t], -spans[t], t))
-    assert orders[1].tolist() == sorted(tiles, key=lambda t: (-spans[t], t))
+        assert plan.rows.tolist() == rows and len(rows) == shared.local_rows
+        assert plan.positions.tolist() == positions[rows].tolist() and plan.valid.tolist() == is_token[rows].tolist()
+        assert_masked(plan, batch, rows, range(batch.total_rows), window, tiles)
+        assert plan.rank_order.tolist() == [*itertools.chain(*owned)]
 
 
 def test_two_ranks_of_the_worked_example_by_hand():
@@ -277,31 +209,18 @@ def test_plan_knows_whether_some_row_sees_or_is_seen_by_nothing(case):
 
 @pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
-def test_tokens_before_all_padding_are_counted(strategy, cp_size):
-    lengths = np.array([5, 0, 40, 7, 300]) * 2 * cp_size
-    ends = np.cumsum([0, *lengths], dtype=np.int32)
-    for total_rows in (ends[-1], ends[-1] + 7, 3 * ends[-1]):
-        sharding = thdattn.Sharding(thdattn.PackedBatch(ends, total_rows=total_rows), cp_size, strategy)
-        for rank in range(cp_size):
-            tokens = (sharding.rows(rank) >= 0) & (sharding.rows(rank) < ends[-1])
-            assert tokens.tolist() == [row < sharding.leading_tokens(rank) for row in range(len(tokens))]
-
-
-@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
-@pytest.mark.parametrize("cp_size", [1, 2, 3])
-def test_tokens_behind_padding_are_not_counted_as_leading(strategy, cp_size):
-    lengths, padded = (2 * cp_size * np.array(x) for x in ((1, 8, 3, 40, 2), (3, 10, 3, 41, 9)))
-    case = Case("gaps", tuple(lengths.tolist()), tuple(padded.tolist()))
-    batch = case.batch(cp_size)
-    sharding = thdattn.Sharding(batch, cp_size, strategy)
-    is_token = np.isin(np.arange(batch.total_rows), token_rows(batch))
-    found = []
-    for rank in range(cp_size):
-        rows, leading = sharding.rows(rank), sharding.leading_tokens(rank)
-        tokens = (rows >= 0) & is_token[rows]
-        assert leading is None or tokens.tolist() == [row < leading for row in range(len(rows))]
-        found.append(leading)
-    assert None in found
+@pytest.mark.parametrize(("lengths", "padded", "slack"), [
+    *(((5, 0, 40, 7, 300), None, slack) for slack in (0, 7, 5000)), ((1, 8, 3, 40, 2), (3, 10, 3, 41, 9), 0)])
+def test_tokens_before_all_padding_are_counted(strategy, cp_size, lengths, padded, slack):
+    """None where padding comes before tokens, as on some rank of the last pack."""
+    lengths, padded = (tuple((2 * cp_size * np.array(x)).tolist()) for x in (lengths, padded or lengths))
+    batch = Case("any", lengths, padded, slack).batch(cp_size)
+    sharding, is_token = thdattn.Sharding(batch, cp_size, strategy), np.append(places(batch)[0] >= 0, False)
+    found = [sharding.leading_tokens(rank) for rank in range(cp_size)]
+    for rank, leading in enumerate(found):
+        tokens = is_token[sharding.rows(rank)].tolist()
+        assert leading is None or tokens == [row < leading for row in range(len(tokens))]
+    assert (None in found) == (padded != lengths)
 
 
 def padded_results(engine, attention, plan):
