@@ -195,7 +195,7 @@ def test_bytes_of_needed_rows_are_those_of_the_routes(name, cp_size, keep_keys):
 
 
 @pytest.mark.parametrize("sharding", ["dual_chunk", "balanced"])
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 def test_bytes_of_a_ring_are_those_of_its_hops(cp_size, sharding):
     case = replace(BY_NAME["causal"], heads=(8, 2), dims=(12, 8))
     for forward, backward, plan in received(Way("p2p", sharding, cp_size), case, None):
