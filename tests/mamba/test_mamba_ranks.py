@@ -121,7 +121,7 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
 def test_nothing_waits_where_sequences_end_with_ranks():
     def program(comm):
         plan = MIXER.mixer(comm, FLOAT64).plan(PackedBatch.from_lengths([128, 70, 58, 128]))
-        return context_parallel._waiting(reference, plan)
+        return tuple(context_parallel._turns(reference, plan, reverse)[1] for reverse in (False, True))
 
     assert thdattn.comm.run_local(3, program) == [(slice(0, 0), slice(2, 2))] * 3
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from thdattn.plan.plan import Plan
 
 
-# Of states, decays, and a scan of a slice of segments: see _pass_states.
+# Takes states, decays, and a scan of a slice of segments; see _pass_states.
 PassStates = Callable[[Any, Any, Callable[[slice], None]], None]
 
 AHEAD = 16  # segments that run while states are exchanged
@@ -218,33 +218,26 @@ def gather(comm: Comm, plan: Plan, name: str, send: Array) -> tuple[Any, Pending
     return recv, Pending(arrival.wait, recv)
 
 
-def _turns(engine: MixerEngine, plan: Plan, reverse: bool = False) -> tuple[slice, slice, slice]:
+def _turns(engine: MixerEngine, plan: Plan, reverse: bool) -> tuple[slice, slice, slice]:
     """Return slices of segments that run during the gather, that other ranks' states may reach, and that run after it.
+
+    States of earlier ranks reach the rows up to the first sequence that begins on this rank. Gradients of later ranks
+    reach the rows of the last one. For lengths on a GPU, the host must assume all segments.
 
     All segments run during the gather if none depends on it. Else as many run as outlast the exchange, if enough are
     left: a launch that does not fill the GPU costs more than it overlaps.
-    """
-    segments = -(-plan.local_rows // engine.mixer_segment_rows)
-    first, last = _waiting(engine, plan)
-    waiting, free = (last, last.start) if reverse else (first, segments - first.stop)
-    ahead = free if free == segments else AHEAD if min(free, segments - AHEAD) >= AHEAD else 0
-    if reverse:
-        return slice(0, ahead), waiting, slice(ahead, segments)
-    return slice(segments - ahead, segments), waiting, slice(0, segments - ahead)
-
-
-def _waiting(engine: MixerEngine, plan: Plan) -> tuple[slice, slice]:
-    """Return the first segments, which a state of earlier ranks may reach, and the last ones, which a gradient of later
-    ranks may.
-
-    They hold rows of sequences that cross the borders of this rank. For lengths on a GPU, the host must assume all
-    segments.
     """
     rows, each = plan.local_rows, engine.mixer_segment_rows
     segments = -(-rows // each)
     begins = [] if plan.batch.on_device else (plan.batch.cu_seqlens_padded - plan.cp_rank * rows).tolist()
     inside = [begin for begin in begins if 0 <= begin <= rows]
-    first, last = (-(-min(inside) // each), max(inside) // each) if inside else (segments, 0)
-    first = 0 if plan.cp_rank == 0 else first
-    last = segments if plan.cp_rank == plan.cp_size - 1 else last
-    return slice(0, first), slice(last, segments)
+    if reverse:
+        free = segments if plan.cp_rank == plan.cp_size - 1 else max(inside, default=0) // each
+        waiting = slice(free, segments)
+    else:
+        reached = 0 if plan.cp_rank == 0 else -(-min(inside, default=rows) // each)
+        waiting, free = slice(0, reached), segments - reached
+    ahead = free if free == segments else AHEAD if min(free, segments - AHEAD) >= AHEAD else 0
+    if reverse:
+        return slice(0, ahead), waiting, slice(ahead, segments)
+    return slice(segments - ahead, segments), waiting, slice(0, segments - ahead)

@@ -68,8 +68,8 @@ def mixer_conv_bwd(inputs: Inputs, gradients: ssd.Gradients, dzxbcdt: Array) -> 
 
     Returns:
         dweights: float32 (float64), partial sums over this rank's rows.
-        ends: (2, reach, channels) in the same dtype: the gradients of the halo, and of the last rows of x, B and C, as
-            far as they come from this rank's rows.
+        ends: (2, reach, channels) in the same dtype: gradients of the first and of the last rows of x, B and C, the
+            halo included, as far as they come from this rank's rows.
     """
     (zxbcdt, weights, plan, shape, _), (dchannels, ddt, partials, of_norm) = inputs, gradients
     _, dxbc, draw = shape.parts(dzxbcdt)
@@ -90,10 +90,7 @@ def mixer_conv_bwd(inputs: Inputs, gradients: ssd.Gradients, dzxbcdt: Array) -> 
     dweights = Mamba2Weights(
         conv_weight, _sum_of_rows(dpre), -np.exp(weights.A_log) * of_rates, of_d, _sum_of_rows(dsharp),
         None if of_norm is None else _sum_of_rows(of_norm))
-    tail = np.zeros((reach, shape.channels), slopes.dtype)
-    count = min(reach, num_rows)
-    tail[reach - count :] = extended[reach + num_rows - count :]
-    return dweights, np.stack([extended[:reach], tail])
+    return dweights, np.stack([extended[:reach], extended[num_rows:]])
 
 
 @on_host
