@@ -30,7 +30,7 @@ import peers
 import record
 import tables
 import timing
-from peers import Ours, Peer, TorchPeer, draw_inputs, release_memory
+from peers import Ours, Peer, TorchPeer, draw_inputs, release_memory, to_host
 from record import Measured
 from workloads import CASES, EQUAL, Case
 
@@ -107,7 +107,7 @@ def errors(case: Case, kinds: Mapping[str, type[Peer]]) -> Measured:
     """Measure the errors of every peer on a small version of the case."""
     small = accuracy.small(case)
     drawn = draw_inputs(small)
-    inputs = [x.get() for x in drawn]
+    inputs = [to_host(x) for x in drawn]
     plain = accuracy.exact(small, inputs)
     measured: Measured = {}
     for name, peer in make_peers(case.name, kinds, small, drawn).items():

@@ -85,7 +85,7 @@ def errors(ranks: Ranks, args: argparse.Namespace, case: Case) -> Measured:
     """Measure the errors of every method and of the peer against float64."""
     batch = case.batch(2 * ranks.size)  # every sharding takes it
     whole = peers.draw_inputs(case, batch.total_rows)
-    wanted = accuracy.exact(case, [x.get() for x in whole], batch)
+    wanted = accuracy.exact(case, [peers.to_host(x) for x in whole], batch)
     possible = [method for method in args.methods if not ranks.refusal(method, case)]
     ways = [*(method.way for method in possible), *[PEER] * args.peer]
     measured: Measured = {(name, result, record.ERRORS): {} for name in ways for result in accuracy.RESULTS}
@@ -97,7 +97,7 @@ def errors(ranks: Ranks, args: argparse.Namespace, case: Case) -> Measured:
         return layer
 
     def note(name: str, layer: Layer, results: Sequence[Any]) -> None:
-        found = [layer.plan.unshard(x, layer.attn.comm).get() for x in results]
+        found = [peers.to_host(layer.plan.unshard(x, layer.attn.comm)) for x in results]
         for result, error in accuracy.errors(found, wanted).items():
             measured[name, result, record.ERRORS] = error.columns
 

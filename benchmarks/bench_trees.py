@@ -33,7 +33,7 @@ import timing
 from bench_cp import attempted
 from cp_methods import ONE, OURS, USUAL, Method
 from cp_ways import Layer, Timed, both
-from peers import Flex, Inputs, draw_inputs, release_memory
+from peers import Flex, Inputs, draw_inputs, release_memory, to_host
 from record import WAYS, Measured
 from workloads import TREES, Case, TreeCase
 
@@ -76,8 +76,8 @@ def errors(comm: Comm, case: TreeCase) -> Iterator[record.Row]:
     whole = draw_inputs(small, layer.batch.total_rows)
     layer.inputs = Inputs(*(layer.plan.shard(x) for x in whole))
     both(layer)
-    wanted = accuracy.exact(small, [cupy.asnumpy(x) for x in whole])
-    found = [cupy.asnumpy(layer.plan.unshard(x, comm)) for x in layer.results()]
+    wanted = accuracy.exact(small, [to_host(x) for x in whole])
+    found = [to_host(layer.plan.unshard(x, comm)) for x in layer.results()]
     return rows_of(case, case, {(OURS, result, record.ERRORS): error.columns
                                 for result, error in accuracy.errors(found, wanted).items()})
 
@@ -127,7 +127,7 @@ def started(name: str, pack: Any, ours: Layer) -> Timed:
 
 def busiest_rank(comm: Comm, layer: Layer) -> float:
     """Return the visible pairs of the busiest rank over their mean."""
-    positions = np.asarray(cupy.asnumpy(layer.plan.positions[layer.plan.valid]), np.int64)
+    positions = to_host(layer.plan.positions[layer.plan.valid]).astype(np.int64)
     (most,) = timing.slowest(comm, [float((positions + 1).sum())])
     return most * comm.size / layer.plan.visible_pairs
 

@@ -122,11 +122,13 @@ class CupyPeer(Peer):
         return lambda: graph.launch(stream)
 
     def on_host(self) -> list[NDArray[Any]]:
-        return [x if isinstance(x, np.ndarray) else _on_host(x) for x in self.results()]
+        return [to_host(x) for x in self.results()]
 
 
-def _on_host(x: Any) -> NDArray[Any]:
+def to_host(x: Any) -> NDArray[Any]:
     """Copy to the host; bfloat16 as int16, because CuPy does not copy strided arrays of every dtype."""
+    if isinstance(x, np.ndarray):
+        return x
     copy: NDArray[Any] = x.view(np.int16).get().view(x.dtype) if x.dtype == BFLOAT16 else x.get()
     return copy
 
@@ -151,7 +153,7 @@ class Ours(CupyPeer):
         if self.attn.sinks:
             self.sinks = cupy.zeros(case.heads, np.float32)
         if self.attn.sinks or self.attn.softcap:
-            self.logits = {"softcap": self.attn.softcap, "sinks": None if self.sinks is None else self.sinks.get()}
+            self.logits = {"softcap": self.attn.softcap, "sinks": None if self.sinks is None else to_host(self.sinks)}
         self.batch, self.key_batch = case.batch(), case.key_batch()
         self.plan = self.made_plan()
         self.forward()  # a plan keeps the kernels of its first calls

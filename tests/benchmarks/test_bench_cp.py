@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import launch
 import numpy as np
@@ -13,8 +16,9 @@ import record
 import tables
 from cp_methods import METHODS
 from rank_of import as_rank_of
-from workloads import cp_cases
+from workloads import Case, cp_cases
 
+import thdattn.engines.reference
 from thdattn.comm import run_local
 
 
@@ -64,6 +68,38 @@ def test_speeds_are_per_rank_and_host_times_have_none(bench_cp):
     assert float(found["tflops"]) == pytest.approx(pairs * 32 * 128 * 14 / 4 / 2e-3 / 1e12, abs=0.01)
     assert found["ms"] == "2.00000"
     assert bench_cp.timed(case, 4, ("ours", "both", "host"), [2.0])["tflops"] == ""
+
+
+def test_two_ranks_measure_every_way(bench_cp, on_host, monkeypatch):
+    import cp_ways
+
+    gpu = Mock()
+    gpu.cuda.runtime.memGetInfo.return_value = 3 << 30, 4 << 30
+    for module in (bench_cp, cp_ways):
+        monkeypatch.setattr(module, "cupy", gpu)
+    monkeypatch.setattr(cp_ways, "cuda", thdattn.engines.reference)
+    monkeypatch.setattr(bench_cp, "captured", lambda stack, name, layer: partial(cp_ways.both, layer))
+    monkeypatch.setattr(bench_cp.timing, "returned", lambda call, calls: [(call() and 0.5) or 0.5])
+    monkeypatch.setattr(bench_cp, "cp_cases", lambda size: {"two": Case("two", (70, 37, 20), 8, 4, 16, 16)})
+    monkeypatch.setattr(bench_cp, "ERROR_CASE", Case("small", (16,) * 4, 8, 4, 16, 16))
+    args = Namespace(methods=METHODS.values(), head_groups=[2], peer=False, repeats=2, cases=["two"])
+
+    def program(comm):
+        work = bench_cp.work(cp_ways.Ranks.of(comm, comm.size), args)
+        return [row for case, measure in work for row in record.rows_of(case.columns, measure(case))]
+
+    times = record.Times(run_local(2, program)[0])
+    methods = [method.way for method in METHODS.values() if not method.two_levels]
+    ways = {way for way in ("ours", *times.peers) if times.text("memory_gib", "two", way, "both", "called")}
+    assert ways == {*methods, "ours, 2 groups"}
+    for way in methods:
+        assert 0 < times.value("rms", "small", way, "dk", record.ERRORS) < 1e-2
+        assert times.value("ms", "two", way, "both", "called") == 3e-3
+        assert times.value("received_bytes", "two", way, "both", "called") > 0
+        assert times.value("ms", "two", way, "plan", "host") == times.value("ms", "two", way, "forward", "host") == 0.5
+    speeds = [times.value("tflops", "two", way, "backward", "called") for way in ("ours", "alone", "one GPU")]
+    assert 2 * speeds[0] == 2 * speeds[1] == pytest.approx(speeds[2], abs=0.02)
+    assert times.text("head_groups", "two", "ours, 2 groups", "both", "called") == "2"
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,26 +12,14 @@ pytest.importorskip("cupy")
 import bench_graphs
 
 
-def on_host(monkeypatch):
-    """Everything in NumPy: nothing is captured then, and all ways are the calls themselves."""
-    attention, mixer = bench_graphs.Case.attention, bench_graphs.MixerCase.mixer
-    monkeypatch.setattr(bench_graphs.Case, "attention",
-                        lambda case, _, comm=None: attention(case, "reference", comm=comm))
-    monkeypatch.setattr(bench_graphs.MixerCase, "mixer", lambda case, comm, _: mixer(case, comm, "reference"))
+@pytest.fixture
+def comm(on_host, monkeypatch):
+    """Nothing is captured: all ways are the calls themselves."""
     monkeypatch.setattr(bench_graphs, "cupy", np)
-    monkeypatch.setattr(bench_graphs, "draw_inputs", draw_inputs)
-    monkeypatch.setattr(bench_graphs.timing, "race", lambda comm, ways, rounds: {name: [[1.0], [1.0]] for name in ways})
     return thdattn.comm.init("single")
 
 
-def draw_inputs(case, num_rows):
-    rng = np.random.default_rng(0)
-    shapes = (case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim)
-    return [rng.standard_normal((num_rows, *shape)).astype(ml_dtypes.bfloat16) for shape in (*shapes, shapes[0])]
-
-
-def test_every_way_of_an_attention_and_of_a_mixer_runs_and_is_checked(monkeypatch):
-    comm = on_host(monkeypatch)
+def test_every_way_of_an_attention_and_of_a_mixer_runs_and_is_checked(comm):
     layers = [bench_graphs.Layer(comm, bench_graphs.Case("2x12", (12, 12), 2, 1, 16, 16)),
               bench_graphs.MixerLayer(comm, bench_graphs.MixerCase("2x12", (12, 12), 4, 8, 8))]
     for layer in layers:
@@ -46,8 +33,7 @@ def test_every_way_of_an_attention_and_of_a_mixer_runs_and_is_checked(monkeypatc
             bench_graphs.check(layer, "local", wrong, wanted)
 
 
-def test_slots_of_every_number_run(monkeypatch):
-    comm = on_host(monkeypatch)
+def test_slots_of_every_number_run(comm, monkeypatch):
     case = bench_graphs.Case
     monkeypatch.setattr(bench_graphs, "Case", lambda name, lengths, *heads: case(name, (4,) * 16, 2, 2, 8, 8))
     assert [row["way"] for row in bench_graphs.slot_rows(comm, 1)] == ["16_slots", "64_slots", "512_slots", "exact"]

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import accuracy
 import launch
-import ml_dtypes
 import numpy as np
 import pytest
 import record
 import tables
 from tree_cases import MIXED, TREES, random_case, sees
 from workloads import TREES as DRAWN
-from workloads import Case, TreeCase
+from workloads import TreeCase
 
 import thdattn
 from thdattn.comm import run_local
 
 TINY = TreeCase("tiny", (70, 30, 50, 20, 64, 150), 4, 2, 32, 32, parents=(-1, 0, 1, 1, 0, -1))
 PACKS = [MIXED, *TREES, *map(random_case, range(4))]
-
-
-def numbers(shape, seed, dtype=ml_dtypes.bfloat16):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
 
 
 # --- packs -------------------------------------------------------------------------------------------------------
@@ -56,33 +51,8 @@ def test_tiles_are_those_with_a_visible_pair(case, monkeypatch):
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    """The program on the NumPy engine, where ranks are threads; a forward takes 1 µs, a backward 2."""
-    pytest.importorskip("cupy")
-    import bench_trees
-    import peers
-
-    def race(comm, ways, rounds):
-        for steps in ways.values():
-            for step in steps:
-                step()
-        return {name: [[1e-3] * rounds, [2e-3] * rounds, [3e-3] * rounds] for name in ways}
-
-    def slowest(comm, samples):
-        longest = np.array([*samples], np.float64)
-        comm.all_reduce(longest, "max")
-        return longest.tolist()
-
-    attention = Case.attention
-    monkeypatch.setattr(Case, "attention",
-                        lambda case, engine, comm=None, **options: attention(case, "reference", comm, **options))
-    monkeypatch.setattr(peers, "normal", numbers)
-    monkeypatch.setattr(peers, "cupy", Mock())
-    monkeypatch.setattr(bench_trees, "release_memory", lambda: None)
-    monkeypatch.setattr(bench_trees, "cupy", SimpleNamespace(**vars(np), asnumpy=np.asarray))
-    monkeypatch.setattr(bench_trees.timing, "race", race)
-    monkeypatch.setattr(bench_trees.timing, "slowest", slowest)
-    return bench_trees
+def bench(on_host):
+    return importlib.import_module("bench_trees")
 
 
 @pytest.fixture
