@@ -57,7 +57,6 @@ KINDS = {
 
 def main() -> int:
     args = parse_arguments()
-    directions = record.DIRECTIONS[:1] if args.forward_only else record.DIRECTIONS
     versions = {}
     for name in args.peers:
         with reported(f"{name} left out"):
@@ -70,7 +69,7 @@ def main() -> int:
             if args.sustained:
                 measured = sustained(CASES[name], kinds, args.repeats)
             else:
-                measured = bench(CASES[name], kinds, directions, args.repeats)
+                measured = bench(CASES[name], kinds, args.repeats)
             release_memory()
             records.add(record.rows_of(CASES[name].columns, measured, versions))
             print(f"[{number}/{len(args.cases)}] {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
@@ -87,14 +86,15 @@ def make_peers(what: str, kinds: Mapping[str, type[Peer]], case: Any, inputs: An
     return peers
 
 
-def bench(case: Case, kinds: Mapping[str, type[Peer]], directions: Sequence[str], rounds: int) -> Measured:
+def bench(case: Case, kinds: Mapping[str, type[Peer]], rounds: int) -> Measured:
     """Measure errors, times and the host's side of one case; what fails has no columns."""
-    measured: Measured = {(name, way, how): {} for name in kinds for way in directions for how in record.TIMINGS}
+    measured: Measured = {(name, way, how): {} for name in kinds for way in record.DIRECTIONS
+                          for how in record.TIMINGS}
     measured |= {(name, result, record.ERRORS): {} for name in kinds for result in accuracy.RESULTS}
     with reported(f"{case.name}, errors"):
         measured |= errors(case, kinds)
     peers = make_peers(case.name, kinds, case, draw_inputs(case))
-    for direction in directions:
+    for direction in record.DIRECTIONS:
         measured |= race(case.name, peers, direction, rounds, getattr(case.flops, direction))
     ours = peers.get("ours")
     if isinstance(ours, Ours):
@@ -213,7 +213,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"some of {' '.join(CASES)}")
     parser.add_argument("--peers", type=lambda names: names.split(","), metavar="PEER,PEER",
                         help=f"all by default: {','.join(peers.PEERS)}; ours is always timed")
-    parser.add_argument("--forward-only", action="store_true", help="do not time the backward")
     parser.add_argument("--sustained", action="store_true",
                         help="time forward and backward together, two seconds a turn without rest, and nothing else")
     record.add_options(parser, "KIND", repeats=5)
@@ -222,8 +221,6 @@ def parse_arguments() -> argparse.Namespace:
     args.cases = args.cases or KINDS[args.kind].cases
     if unknown := set(args.peers or ()) - set(known):
         parser.error(f"unknown peers {', '.join(sorted(unknown))}; wanted some of {', '.join(known)}")
-    if args.sustained and args.forward_only:
-        parser.error("--sustained times forward and backward; leave --forward-only out")
     args.peers = ["ours", *(name for name in known if name in (args.peers or known) and name != "ours")]
     return args
 

@@ -6,8 +6,8 @@
 
 "mixer" is convolution, scan and gate; "scan" is without the convolution. mamba_peers.py describes the others. Timings
 are those of bench_attention.py: "called" and "graph". Errors are against float64, on the first rows of the short packs,
-of weights over several draws; --errors measures them alone. Cases with a norm (-norm) are timed only. The floor of a
-time is what the GPU's memory needs to read all inputs and write all outputs once.
+of weights over several draws. Cases with a norm (-norm) are timed only. The floor of a time is what the GPU's memory
+needs to read all inputs and write all outputs once.
 
 On several ranks it times calls of the long packs, with their rows over the ranks, beside one GPU with the whole pack.
 With --peer it also times an all-to-all of heads around mamba_ssm's kernels. Rows go to
@@ -53,7 +53,7 @@ def main() -> int:
 
             measurements = mamba_cp.measure(comm, [CASES[name] for name in names], args.peer, args.repeats)
         else:
-            measurements = measure(names, args.parts, args.peers, 0 if args.errors else args.repeats)
+            measurements = measure(names, args.parts, args.peers, args.repeats)
         for case, part, versions, measured in measurements:
             columns = {"ranks": str(comm.size), **case.columns, "part": part}
             add_floor(case, records.about["gpu"], comm.size, measured)
@@ -80,17 +80,11 @@ def measure(
 
 
 def bench(case: MixerCase, part: str, names: Sequence[str], rounds: int) -> Measured:
-    """Measure one part of a case; what fails is blank and replaces an older row.
-
-    rounds: 0 for errors alone.
-    """
-    measured: Measured = {}
+    """Measure one part of a case; what fails has no columns, and replaces an older row."""
+    measured: Measured = {(name, way, how): {} for name in names for way in record.DIRECTIONS for how in record.TIMINGS}
     if case.total_tokens <= LONG and not case.norm:
         measured |= {(name, result, record.ERRORS): {} for name in names for result in PARTS[part]}
         measured |= small_errors(case.small(), part, names, cupy)
-    if not rounds:
-        return measured
-    measured |= {(name, way, how): {} for name in names for way in record.DIRECTIONS for how in record.TIMINGS}
     peers = make_peers(f"{case.name} {part}", kinds(part, names), case, draw(case, cupy))
     for direction in record.DIRECTIONS:
         measured |= race(f"{case.name} {part}", peers, direction, rounds, None)
@@ -132,7 +126,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=list(PEERS), default=list(PEERS), help="both by default")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS["scan"]), default=list(PEERS["scan"]),
                         help="on one rank; all by default")
-    parser.add_argument("--errors", action="store_true", help="on one rank: measure errors alone, and keep older times")
     parser.add_argument("--peer", action="store_true", help="on several ranks: also time the all-to-all of heads")
     parser.add_argument("--tune-ms", type=record.positive, metavar="MS",
                         help="for which Triton's tuner measures each candidate; 100 by default")

@@ -2,8 +2,8 @@
 
 Of mamba_ssm it takes a copy of mamba_ssm/ops/triton/{softplus,ssd_bmm,ssd_chunk_state,ssd_state_passing,ssd_chunk_scan,
 ssd_combined,layernorm_gated,k_activations}.py and mamba_ssm/utils/{torch,determinism}.py with empty __init__.py beside
-them, because the package imports CUDA extensions that have to be built. The convolution of the mixer is causal-conv1d's
-where it is built, else fla-core's, whose result is copied to its place in the gradient.
+them, because the package imports CUDA extensions that have to be built. The convolution of the mixer is fla-core's,
+whose result is copied to its place in the gradient.
 
 Triton's tuner measures every candidate of every kernel, which takes longer than the measurement; see tune_for. With
 TRITON_CACHE_AUTOTUNING=1 it keeps what it compiled and chose for the next run.
@@ -192,18 +192,15 @@ class MambaSsmScan(TorchPeer):
 
 
 class MambaSsmMixer(TorchPeer):
-    """mamba_split_conv1d_scan_combined, with fla-core's convolution where causal-conv1d's is missing."""
+    """mamba_split_conv1d_scan_combined, with fla-core's convolution."""
 
     names = OF_ROWS
 
     @classmethod
     def version(cls) -> str:
-        from mamba_ssm.ops.triton import ssd_combined
+        from fla.modules.causal_conv1d import causal_conv1d_bwd  # noqa: F401 - fails early where it is missing
 
-        if ssd_combined.causal_conv1d_fn is None:
-            from fla.modules.causal_conv1d import causal_conv1d_bwd  # noqa: F401 - fails early where it is missing
-        package = "fla-core" if ssd_combined.causal_conv1d_fn is None else "causal-conv1d"
-        return f"{MambaSsmScan.version()} with the convolution of {package} {version_of(package)}"
+        return f"{MambaSsmScan.version()} with the convolution of fla-core {version_of('fla-core')}"
 
     def __init__(self, case: MixerCase, inputs: MixerInputs) -> None:
         from mamba_ssm.ops.triton import ssd_combined
@@ -214,10 +211,9 @@ class MambaSsmMixer(TorchPeer):
         leaves = [tensor(inputs.zxbcdt).unsqueeze(0), weight, bias, self.rates, d, dt_bias, *of_norm]
         super().__init__(leaves, tensor(inputs.dout).unsqueeze(0))
         self.labels = sequence_labels(case)
-        if ssd_combined.causal_conv1d_fn is None:
-            convolution = FlaConvolution(case)
-            ssd_combined.causal_conv1d_fwd_function = convolution.forward
-            ssd_combined.causal_conv1d_bwd_function = convolution.backward
+        convolution = FlaConvolution(case)
+        ssd_combined.causal_conv1d_fwd_function = convolution.forward
+        ssd_combined.causal_conv1d_bwd_function = convolution.backward
 
     def call(self, *leaves: Any) -> Any:
         zxbcdt, weight, bias, rates, d, dt_bias, *of_norm = leaves

@@ -254,7 +254,6 @@ def cp_cases(cp_size: int) -> dict[str, Case]:
         Case("lognormal128k", long_lognormal_pack(), 32, 8),
         *(Case(f"documents{rows}k", lengths, 64, 8) for rows, lengths in documents.items()),
         replace(CASES["bucket32k"], name="bucket32k-mha16"),
-        Case("64x1024", (1_024,) * 64),
     )
     return {case.name: case for case in cases}
 

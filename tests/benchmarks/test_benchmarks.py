@@ -198,7 +198,7 @@ def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, ca
     kinds = {"ours": FakePeer, "fa4": Inexact}
     interleaved = bench.timing.interleaved
     monkeypatch.setattr(bench.timing, "interleaved", lambda *args: (interleaved(*args), FakePeer.graphs.clear())[0])
-    measured = bench.bench(SMALL, kinds, record.DIRECTIONS, 2)
+    measured = bench.bench(SMALL, kinds, 2)
     rows = list(record.rows_of(SMALL.columns, measured, dict.fromkeys(kinds, "1")))
     times = record.Times(rows)
     assert times.value("samples", "small", "ours", "forward", "graph") == 4
