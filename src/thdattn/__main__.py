@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import thdattn
 from thdattn import fuzz
 from thdattn.cli import advise, pack_stats, timeline
-from thdattn.cli.check import check
 from thdattn.cli.info import info
+from thdattn.fuzz.check import check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

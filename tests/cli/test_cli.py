@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -17,9 +18,10 @@ from launch import SOURCE, run, run_ranks
 import thdattn
 from thdattn import __version__, install
 from thdattn.__main__ import main
-from thdattn.cli import check, info
+from thdattn.cli import info
 from thdattn.comm.nccl.comm import NcclComm
 from thdattn.engines import reference, select
+from thdattn.fuzz import check
 from thdattn.install import remedy
 from thdattn.jit import cache
 
@@ -198,9 +200,12 @@ def padding_is_not_0(right):
 @pytest.mark.parametrize(("function", "defect"), [("attn_bwd", wrong_dk), ("attn_fwd", padding_is_not_0)])
 def test_check_fails_on_an_engine_that_is_a_little_wrong(monkeypatch, capsys, function, defect):
     monkeypatch.setattr(reference, function, defect(getattr(reference, function)))
-    monkeypatch.setattr(check, "CASES", [case for case in check.CASES if case.name == "ragged lengths"])
+    monkeypatch.setattr(check, "CASES", {"ragged": check.CASES["ragged lengths"]})
     assert main(["check", "--engine", "reference"]) == 1
-    assert "2 of 2 FAILED" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "2 of 2 FAILED" in output
+    lines = re.findall(r'python -m thdattn (fuzz) (--case) "(.*)"', output)
+    assert len(lines) == 2 and all(main([*line, "--engine", "reference"]) == 1 for line in map(list, lines))
 
 
 @pytest.mark.exhaustive
@@ -208,7 +213,7 @@ def test_check_runs_on_the_real_ranks_and_prints_once():
     done = run_ranks(2, Path("-m"), "thdattn", "check", "--engine", "reference")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all PASS") == 1
-    assert all(case.name in done.stdout for case in check.CASES)
+    assert all(name in done.stdout for name in check.CASES)
     assert "ranks   2, backend 'mpi'" in done.stdout
 
 

@@ -6,18 +6,21 @@ every cp_size; `run` spreads them over simulated ranks and poisons every row tha
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import DTypeLike
 
 import thdattn
 from thdattn import oracle
-from thdattn.cli.check import Case, offsets, random_inputs, random_sinks
+from thdattn.comm import Comm
+from thdattn.fuzz.cases import offsets
 from thdattn.fuzz.judge import order_of
 from thdattn.fuzz.runs import local_rows as local_rows
 from thdattn.fuzz.runs import to_host as to_host
@@ -31,6 +34,95 @@ CP_SIZES = (1, 2, 4, 8)
 FIELDS = ("out", "lse", "max_logit", "dq", "dk", "dv")
 DSINKS = "dsinks"  # one more field of cases with sinks
 FLOAT32_ERROR = 1e-4  # of what is computed and kept in float32, whatever the inputs are
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pack with its mask, heads and sharding, which tests compute.
+
+    lengths: valid tokens of every sequence.
+    padded: padded lengths; None: the next multiples of 2*cp_size for dual_chunk, of 3 for other shardings.
+    slack: rows of the packed buffer after the last sequence.
+    heads: (num_heads, num_kv_heads); dims: (head_dim, v_head_dim).
+    cp_sizes: the numbers of simulated ranks to run it on.
+    keys: lengths of every sequence's keys, padded and with slack as the queries; None: the same sequences.
+    parents: parents of the nodes of trees, whose lengths are `lengths`; None: they are those of sequences.
+    cp_comm_type: the context-parallel method.
+    softcap: bound of the logits; 0: none.
+    sinks: True if every head has a sink.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...] | None = None
+    slack: int = 0
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (64, 64)
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    sharding: str = "dual_chunk"
+    cp_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    deterministic: bool = False
+    keys: tuple[int, ...] | None = None
+    cp_comm_type: str = "all_gather"
+    softcap: float = 0.0
+    sinks: bool = False
+    parents: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def batch(self, cp_size: int) -> thdattn.PackedBatch:
+        """Return the case's batch for cp_size ranks."""
+        padded, multiple = self.padded, 2 * cp_size if self.sharding == "dual_chunk" else 3
+        if self.parents is not None:
+            trees = thdattn.PackedBatch.from_trees(self.lengths, self.parents, multiple)
+            return trees.padded_to(trees.total_rows + self.slack)
+        if padded is None:
+            padded = tuple(-(-length // multiple) * multiple for length in self.lengths)
+        cu_seqlens, cu_seqlens_padded = offsets(self.lengths), offsets(padded)
+        return thdattn.PackedBatch(cu_seqlens, cu_seqlens_padded, total_rows=int(cu_seqlens_padded[-1]) + self.slack)
+
+    def key_batch(self) -> thdattn.PackedBatch | None:
+        """Return the keys' batch of cross-attention, which runs on one rank; None for self-attention."""
+        return None if self.keys is None else replace(self, lengths=self.keys, padded=None).batch(1)
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (heads, width) of q, k, v and dout, by name."""
+        (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
+        return {"q": (num_heads, head_dim), "k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim),
+                "dout": (num_heads, v_head_dim)}
+
+    def attention(self, comm: Comm | tuple[Comm, Comm], dtype: DTypeLike, **options: Any) -> thdattn.CPAttention:
+        """Make a CPAttention with the case's heads and mask."""
+        (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
+        return thdattn.CPAttention(
+            comm, num_heads, head_dim, num_kv_heads, v_head_dim, self.causal, self.window, dtype=dtype,
+            **{"deterministic": self.deterministic, "cp_comm_type": self.cp_comm_type, "softcap": self.softcap,
+               "sinks": self.sinks, **options},
+        )
+
+    def slim(self) -> Case:
+        """Return this case with narrow heads, which the NumPy engine computes in less time."""
+        return replace(self, dims=(8, 8) if self.dims[0] == self.dims[1] else (12, 8))
+
+
+def random_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Draw q, k, v, dout of the valid tokens, (total_tokens, heads, width): the same for every cp_size."""
+    rng = np.random.default_rng(zlib.crc32(f"{case.name} {seed}".encode()))
+    keys = case.lengths if case.keys is None else case.keys
+    return tuple(
+        rng.standard_normal((sum(keys if name in "kv" else case.lengths), *shape), np.float32).astype(dtype)
+        for name, shape in case.shapes().items()
+    )
+
+
+def random_sinks(case: Case, dtype: DTypeLike, seed: int = 0) -> np.ndarray | None:
+    """Draw (num_heads,) sinks, some below the logits and some among them; None for a case without sinks."""
+    if not case.sinks:
+        return None
+    rng = np.random.default_rng(zlib.crc32(f"{case.name} sinks {seed}".encode()))
+    return rng.uniform(-2, 4, case.heads[0]).astype(np.promote_types(dtype, np.float32))
 
 
 # Lengths 0, 1, 2N-1, 2N and odd for every N of CP_SIZES.

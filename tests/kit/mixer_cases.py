@@ -17,8 +17,8 @@ from cases import Case as AttentionCase
 from cases import to_host
 
 import thdattn
-from thdattn.cli.check import offsets
-from thdattn.fuzz.runs import draw_mixer_inputs
+from thdattn.fuzz.cases import offsets
+from thdattn.fuzz.runs import draw_mixer_inputs, token_rows
 from thdattn.mamba import oracle
 from thdattn.mamba.oracle import FIELDS as FIELDS
 from thdattn.mamba.oracle import FIELDS_WITH_NORM, Norm, Result, Sizes
@@ -58,11 +58,7 @@ class Case:
     @property
     def valid(self) -> np.ndarray:
         """(total_rows,) bool, the rows that hold a token."""
-        batch = self.batch
-        valid = np.zeros(batch.total_rows, bool)
-        for begin, length in zip(batch.cu_seqlens_padded, batch.lengths, strict=False):
-            valid[begin : begin + length] = True
-        return valid
+        return np.isin(np.arange(self.batch.total_rows), token_rows(self.batch))
 
     def mixer(self, comm: thdattn.comm.Comm, dtype: Any, **options: Any) -> thdattn.Mamba2Mixer:
         """On the NumPy engine, if options do not say otherwise."""

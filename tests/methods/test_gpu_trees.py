@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, assert_same_bits, check, outline_of, random_inputs, run, to_host
+from cases import BFLOAT16, Case, assert_same_bits, check, outline_of, random_inputs, run, to_host
 from tree_cases import MIXED, TREES, random_case, unrolled
 from ways import TELLING, WAYS, run_way
 
 import thdattn
-from thdattn.cli.check import Case
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 from thdattn.kernels.configs import TILES
 from thdattn.plan.ranges import host_arrays

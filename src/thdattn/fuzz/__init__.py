@@ -19,16 +19,16 @@ from typing import NamedTuple
 import numpy as np
 
 from thdattn.cli.record import save
-from thdattn.comm import init, run_local
+from thdattn.comm import init
 from thdattn.engines.select import choose_engine
-from thdattn.fuzz import chaos, judge
+from thdattn.fuzz import chaos
 from thdattn.fuzz.cases import FuzzCase, draw_case, draw_configuration
-from thdattn.fuzz.runs import Ranks, Results, inputs_of, mixer_inputs_of, poisoned, portable_kernels, run, to_host
+from thdattn.fuzz.judge import judge
+from thdattn.fuzz.runs import SECONDS_FOR_RANKS, Ranks, Results, poisoned, portable_kernels, run_on_all, to_host
 
 PACKS_OF_A_ROUND = 16
 ROUNDS_OF_A_CONFIGURATION = {"reference": 1, "cuda": 8}  # more on a GPU, whose kernels are compiled first
 SECONDS_BETWEEN_LINES = 10.0
-SECONDS_FOR_RANKS = 120.0  # that simulated ranks wait for each other
 MOST_NEAR = 0.02  # share of cases that may be near: beyond the rule, but by no more than chance explains
 
 
@@ -43,14 +43,10 @@ class Totals:
 
     def add(self, case: FuzzCase, results: list[Results] | Exception) -> None:
         """Judge a case by the results of all ranks or the error of one; print a failure as the line that repeats it."""
-        if isinstance(results, Exception):
-            found = judge.Judgement([f"{type(results).__name__}: {results}"])
-        else:
-            found = judge.judge(case, results)
+        found = judge(case, results)
         self.packs += 1
         self.near += bool(found.near)
-        if np.isfinite(found.worst):
-            self.worst = max(self.worst, found.worst)
+        self.worst = max(self.worst, found.worst)
         if found.wrong:
             self.failures.append(case.words())
             print(f'FAILED --case "{case.words()}": {"; ".join(found.wrong)}', flush=True)
@@ -119,7 +115,7 @@ def _one_case(line: str, ranks: Ranks) -> int:
         print(f"python -m thdattn fuzz: error: {error}", file=sys.stderr)
         return 2
     totals = Totals()
-    totals.add(case, _ran(case, ranks))
+    totals.add(case, run_on_all(case, ranks))
     if ranks.comm.rank == 0:
         print(f"largest error {totals.worst:.2f} of its budget: {'FAILED' if totals.failures else 'passed'}")
     return int(bool(totals.failures))
@@ -129,7 +125,7 @@ def _soak(arguments: argparse.Namespace, ranks: Ranks) -> int:
     comm, begin, said, mine, sums = ranks.comm, time.monotonic(), 0.0, Totals(), Sums()
     for cases in rounds(arguments.seed, ranks.engine, comm.size if comm.size > 1 else None):
         left = PACKS_OF_A_ROUND if arguments.packs is None else arguments.packs - sums.packs
-        kept = [(case, _ran(case, ranks)) for case in cases[:left]]
+        kept = [(case, run_on_all(case, ranks)) for case in cases[:left]]
         for case, results in kept[comm.rank :: comm.size]:  # ranks judge side by side
             mine.add(case, results)
         seconds = time.monotonic() - begin
@@ -182,18 +178,3 @@ def rounds(seed: int, engine: str, ranks: int | None) -> Iterator[list[FuzzCase]
         configuration = draw_configuration(engine, seed, number // ROUNDS_OF_A_CONFIGURATION[engine])
         rngs = (np.random.default_rng([seed, number, 0, pack]) for pack in range(PACKS_OF_A_ROUND))
         yield [draw_case(configuration, rng, ranks, engine == "cuda") for rng in rngs]
-
-
-def _ran(case: FuzzCase, ranks: Ranks) -> list[Results] | Exception:
-    """Run a case on all ranks, or on simulated ones, whose error is returned."""
-    _ = (mixer_inputs_of if case.mixer else inputs_of)(case)  # once, before several threads ask for them
-    if ranks.comm.size == 1:
-        try:
-            return run_local(case.ranks, lambda comm: run(case, Ranks(comm, ranks.engine)), SECONDS_FOR_RANKS)
-        except Exception as error:
-            return error
-    try:
-        return list(ranks.comm._gather_values(run(case, ranks)))
-    except BaseException:
-        print(f'FAILED --case "{case.words()}" on rank {ranks.comm.rank}', flush=True)
-        raise

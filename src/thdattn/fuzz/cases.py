@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from thdattn.cli.check import offsets
 from thdattn.fuzz.lines import Line
 from thdattn.methods import a2a
 from thdattn.packing import PackedBatch
@@ -91,7 +91,7 @@ class FuzzCase(Line):
         """Packed batch without padding."""
         if self.parents:
             return PackedBatch.from_trees(self.lengths, self.parents)
-        return PackedBatch(offsets(self.lengths))
+        return PackedBatch.from_lengths(self.lengths)
 
     @property
     def batch(self) -> PackedBatch:
@@ -101,6 +101,11 @@ class FuzzCase(Line):
             return trees.padded_to(trees.total_rows + self.slack)
         starts = offsets(self.padded)
         return PackedBatch(offsets(self.lengths), starts, total_rows=int(starts[-1]) + self.slack)
+
+
+def offsets(lengths: Sequence[int]) -> NDArray[np.int32]:
+    """Return (num_seqs + 1,) int32, the cumulative sum of the lengths from 0."""
+    return np.cumsum([0, *lengths], dtype=np.int32)
 
 
 class Configuration(NamedTuple):
@@ -185,7 +190,7 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
     if flow == "ahead" and sharding == "balanced":
         sharding = _pick(rng, ("dual_chunk", "contiguous"))
     lengths = _lengths(rng, 60 if flow in ("replay", "decode") else 300)
-    padded = lengths if flow == "varlen" else _padded(rng, lengths, _multiple(method, sharding, ranks, inner))
+    padded = lengths if flow == "varlen" else _padded(rng, lengths, row_multiple(method, sharding, ranks, inner))
     heads = _heads(rng, method, ranks, inner, MOST_HEADS // (3 if sum(lengths) > MANY_ROWS else 1))
     case = FuzzCase(
         flow, ranks, inner, method, sharding, lengths, padded, 0 if flow == "varlen" else _slack(rng),
@@ -287,7 +292,7 @@ def _slack(rng: Random) -> int:
 def _with_trees(rng: Random, case: FuzzCase) -> FuzzCase:
     """Return the case with its sequences as nodes of prefix trees."""
     parents = draw_parents(rng, len(case.lengths))
-    multiple = _multiple(case.method, case.sharding, case.ranks, case.inner) * _pick(rng, (1, 1, 3))
+    multiple = row_multiple(case.method, case.sharding, case.ranks, case.inner) * _pick(rng, (1, 1, 3))
     return replace(case, padded=(), parents=parents, multiple=multiple, causal=True, window=(-1, -1))
 
 
@@ -297,7 +302,7 @@ def _keys(rng: Random, flow: str, lengths: Sequence[int]) -> tuple[int, ...]:
     return (int(rng.integers(1, 5)),) if flow == "decode" else ()
 
 
-def _multiple(method: str, sharding: str, ranks: int, inner: int) -> int:
+def row_multiple(method: str, sharding: str, ranks: int, inner: int) -> int:
     """Return the multiple that padded lengths must have; see Sharding.multiple."""
     groups = ranks // inner if "+" in method else ranks
     return 2 * groups if sharding == "dual_chunk" and groups > 1 else 1

@@ -18,9 +18,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from thdattn.attention import CPAttention
 from thdattn.capacity import BalancedCapacity
-from thdattn.cli.check import offsets
-from thdattn.comm import Comm, SingleComm
-from thdattn.fuzz.cases import FuzzCase, draw_lengths
+from thdattn.comm import Comm, SingleComm, run_local
+from thdattn.fuzz.cases import FuzzCase, draw_lengths, offsets
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 from thdattn.kv_cache import KVCache
 from thdattn.mamba.mixer import Mamba2Mixer
@@ -32,6 +31,7 @@ from thdattn.varlen import varlen_attention, varlen_attention_backward
 Array = NDArray[Any]
 Results = dict[str, Array]
 
+SECONDS_FOR_RANKS = 120.0  # that ranks wait for each other
 REPLAYS, STATIC_SEQS = 4, 24  # packs that a captured graph replays, and its capacity of sequences
 GRADS = ("dq", "dk", "dv", "dsinks")
 MODULES_THAT_ALLOCATE = {"reference": ("thdattn.engines.reference", "thdattn.engines.reference.arrays"),
@@ -187,7 +187,22 @@ def portable_kernels() -> AbstractContextManager[None]:
     return replaced([(launch, "this_gpu")], lambda before: lambda: gpu)
 
 
-# ------------------------------------------------------------------------------------------------ one rank
+# ------------------------------------------------------------------------------------------------ runs
+
+
+def run_on_all(case: FuzzCase, ranks: Ranks) -> list[Results] | Exception:
+    """Run a case on all ranks, or on simulated ones, whose error is returned. Collective."""
+    _ = (mixer_inputs_of if case.mixer else inputs_of)(case)  # once, before several threads ask for them
+    if ranks.comm.size == 1:
+        try:
+            return run_local(case.ranks, lambda comm: run(case, Ranks(comm, ranks.engine)), SECONDS_FOR_RANKS)
+        except Exception as error:
+            return error
+    try:
+        return list(ranks.comm._gather_values(run(case, ranks)))
+    except BaseException:
+        print(f'FAILED --case "{case.words()}" on rank {ranks.comm.rank}', flush=True)
+        raise
 
 
 def run(case: FuzzCase, ranks: Ranks) -> Results:

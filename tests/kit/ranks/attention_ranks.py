@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 
 import thdattn
-from thdattn.cli.check import Case
 from thdattn.comm.nccl import transport as nccl_transport
 from thdattn.comm.peer import transport as peer
 from thdattn.methods import group_cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import machines
-from cases import BFLOAT16, CASES, FIELDS, assemble, check, inputs_of, on_host, step, to_host
+from cases import BFLOAT16, CASES, FIELDS, Case, assemble, check, inputs_of, on_host, step, to_host
 from ranks.comm_contract import arrays_of, join
 from ways import Way, ways
 
