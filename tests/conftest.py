@@ -95,7 +95,7 @@ def engine(request):
 @pytest.fixture
 def unnoticed(cupy, monkeypatch):
     """The host never learns that lengths on a GPU are wrong, so that calls with them return their results."""
-    from thdattn.engines.cuda.plan import DeviceLengths
+    from thdattn.engines.cuda.lengths import DeviceLengths
 
     monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)
 

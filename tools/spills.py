@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from thdattn.jit import compiler
 from thdattn.kernels import configs
-from thdattn.kernels.configs import TILES, Tiles
-from thdattn.kernels.instances import Instance
+from thdattn.kernels.configs import TILES, Dims, Forward, ForwardSm90, Tiles
+from thdattn.kernels.instances import Instance, Kind, instance
 
 SHARED_BYTES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}  # of a thread block
 
@@ -46,6 +46,52 @@ def candidate(head_dim: int, v_head_dim: int, arch: str) -> Tiles:
     return row
 
 
+def kernels_of(
+    row: Tiles, arch: str, caps: bool = False, dtypes: Sequence[str] = ("float16", "bfloat16")
+) -> list[Instance]:
+    """Return the kernels that a forward and backward launch on GPUs of an architecture, with capped logits or not."""
+    forward = row.forward_sm90 if arch == "sm_90a" else row.on(arch).forward_for(SHARED_BYTES[arch])
+    backwards = _hopper_backwards if arch == "sm_90a" else _portable_backwards
+    return list(dict.fromkeys(
+        kernel for dtype in dtypes
+        for kernel in (*_forwards(forward, row.dims, dtype, caps), *backwards(row.on(arch), arch, dtype, caps),
+                       instance("thd_attn_delta", dtype, row.v_head_dim),
+                       instance("thd_attn_sinks_grad", dtype, row.v_head_dim))))
+
+
+def _forwards(tiles: Forward | ForwardSm90, dims: Dims, dtype: str, caps: bool) -> Iterator[Instance]:
+    for trees in (False, True):
+        for sinks in (False, True):
+            yield tiles.kernel(dims, dtype, dtype, Kind(caps, sinks), trees=trees)
+        yield tiles.kernel(dims, dtype, "float32", Kind(caps, sinks=False), trees=trees)
+    if tiles.split_kv and not caps:
+        yield instance("thd_attn_split_kv", tiles.tile_m, tiles.tile_n)
+        for sinks in (False, True):
+            yield tiles.kernel(dims, dtype, dtype, Kind(caps, sinks), split_kv=True)
+
+
+def _portable_backwards(row: Tiles, arch: str, dtype: str, caps: bool) -> Iterator[Instance]:
+    tiles = row.backward_for(SHARED_BYTES[arch])
+    for result in (dtype, "float32"):
+        for flag in (False, True):
+            yield tiles.kernel(row.dims, dtype, result, flag, caps)
+            yield row.backward_dq.kernel(row.dims, dtype, result, caps, trees=flag)
+        yield instance("thd_attn_round_dq", result)
+
+
+def _hopper_backwards(row: Tiles, arch: str, dtype: str, caps: bool) -> Iterator[Instance]:
+    tiles = row.backward_sm90
+    yield instance("thd_attn_count_partials_sm90", tiles.tile_n // 64, tiles.tile_m)
+    for grads in ((dtype, dtype), (dtype, "float32"), ("float32", "float32")):  # of dq, and of dk and dv
+        for deterministic, trees in ((False, False), (True, False), (True, True)):
+            yield tiles.kernel(row.dims, dtype, *grads, deterministic, caps, trees)
+    if tiles.dq is not None:
+        for result in (dtype, "float32"):
+            for trees in (False, True):
+                yield tiles.dq.kernel(row.dims, dtype, result, caps, trees)
+            yield instance("thd_attn_round_dq_sm90", result, row.head_dim)
+
+
 def judge(kernel: Instance, arch: str) -> Verdict:
     """Compile a kernel, and return its registers and shared memory, or why it must not be used."""
     try:
@@ -68,8 +114,8 @@ def judge_all(head_dim: int, v_head_dim: int, arch: str, only: str = "") -> Iter
     """Yield (name, verdict) of the kernels of a head dim whose name contains `only`."""
     try:
         row = candidate(head_dim, v_head_dim, arch)
-        kernels = row.hopper_kernels() if arch == "sm_90a" else row.portable_kernels(SHARED_BYTES[arch])
-        kernels += [row.thd_attn_decode(dtype) for dtype in ("float16", "bfloat16")]
+        kernels = kernels_of(row, arch)
+        kernels += [row.decode.kernel(row.dims, dtype) for dtype in ("float16", "bfloat16")]
     except ValueError as error:
         yield f"head dims {head_dim}/{v_head_dim}", Verdict(False, str(error))
         return

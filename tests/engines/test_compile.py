@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,27 +15,16 @@ from launch import SOURCE
 from nvrtc import compiler
 
 from thdattn.jit import structs
-from thdattn.kernels.configs import (
-    RESERVED_BYTES,
-    STATIC_BYTES,
-    TILES,
-    BackwardByGradientSm90,
-    BackwardSharedDqSm90,
-    Tiles,
-)
+from thdattn.kernels.configs import RESERVED_BYTES, STATIC_BYTES, TILES
 from thdattn.kernels.instances import (
-    CACHE_KERNELS,
     EXCHANGE_KERNELS,
     GATHER_KERNEL,
-    PLAN_KERNELS,
     REDUCE_KERNELS,
     REORDER_KERNELS,
     ROUND_KERNELS,
-    TREE_PLAN_KERNELS,
     Instance,
     Kind,
     instance,
-    sinks_grad_kernel,
 )
 from thdattn.mamba.configs import (
     CHUNK_TILES,
@@ -55,8 +44,10 @@ from thdattn.mamba.configs import (
     walk_for,
 )
 
-# Bytes of shared memory that a thread block may ask for.
-ARCHITECTURES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}
+sys.path.append(str(SOURCE.parent / "tools"))
+
+from spills import SHARED_BYTES as ARCHITECTURES
+from spills import kernels_of
 
 
 def others_exhaustive(names, values, usual, ids=str):
@@ -70,7 +61,7 @@ AMPERE_AND_HOPPER = others_exhaustive("arch", ("sm_80", "sm_90a"), ("sm_90a",))
 EACH_HEAD_DIM = others_exhaustive("dims", TILES, [(128, 128)], lambda dims: f"{dims[0]}-{dims[1]}")
 EACH_STATE_DIM = others_exhaustive("state_dim", MIXER_SIZES["state_dim"], MIXER_SIZES["state_dim"][:1])
 OTHERS_ARE_EXHAUSTIVE = [pytest.param(False, id="some"), pytest.param(True, id="others", marks=pytest.mark.exhaustive)]
-SMALL_KERNEL = PLAN_KERNELS[0]
+SMALL_KERNEL = "thd_plan_check"
 # Every file of device code, and a kernel that it is part of.
 KERNELS = sorted(kernel for file in compiler.device_files() for kernel in compiler.kernels_in(file))
 FILES = {file: kernel for kernel in KERNELS for file in compiler.files(kernel) if file not in compiler.GENERATED}
@@ -98,14 +89,6 @@ def compile_all(kernels: list[tuple[str, int]], arch: str, most_spilled: int = 0
         assert "wgmma.mma_async instructions are serialized" not in log, f"{name} waits after every wgmma: {log}"
         assert static <= STATIC_BYTES, f"{name} declares {static} bytes, STATIC_BYTES is {STATIC_BYTES}"
         assert static + dynamic <= ARCHITECTURES[arch], f"{name} wants {static} + {dynamic} bytes of shared memory"
-
-
-def attention_kernels(tiles: Tiles, arch: str) -> list[Instance]:
-    """Return the kernels that a GPU runs: on Hopper its own, and the portable ones that it also needs."""
-    portable = tiles.on(arch).portable_kernels(ARCHITECTURES[arch])
-    if arch != "sm_90a":
-        return portable
-    return [*(kernel for kernel in portable if kernel.name.startswith("thd_attn_delta<")), *tiles.hopper_kernels()]
 
 
 def most_spilled(arch: str, dims: tuple[int, int], caps: bool = False) -> int:
@@ -139,7 +122,7 @@ def some_or_others(kernels: list[Instance], others: bool) -> list[Instance]:
 @EACH_HEAD_DIM
 @others_exhaustive("arch", ARCHITECTURES, ("sm_80", "sm_90a"))
 def test_attention_kernels_fit_and_do_not_spill(arch, dims, others):
-    kernels = [kernel for kernel in attention_kernels(TILES[dims], arch) if "<f16" not in kernel.name]
+    kernels = kernels_of(TILES[dims], arch, dtypes=["bfloat16"])
     compile_all(some_or_others(kernels, others), arch, most_spilled(arch, dims))
 
 
@@ -148,55 +131,23 @@ def test_attention_kernels_fit_and_do_not_spill(arch, dims, others):
 @AMPERE_AND_HOPPER
 def test_float16_takes_the_registers_of_bfloat16(arch, dims):
     """Results in 16 bits are used most; one GPU of each kind is enough."""
-    kernels = [*attention_kernels(TILES[dims], arch), TILES[dims].thd_attn_decode("float16")]
-    compile_all([kernel for kernel in kernels if "<f16" in kernel.name and "float" not in kernel.name], arch)
-
-
-def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
-    """Return the kernels for sinks and soft-capped logits in bfloat16, of Hopper or of every GPU."""
-    dtype, capped = "bfloat16", Kind(caps=True, sinks=False)
-    kinds = Kind(caps=False, sinks=True), capped, Kind(caps=True, sinks=True)
-    hopper, portable = arch == "sm_90a", tiles.forward_for(ARCHITECTURES[arch])
-    forward = tiles.thd_attn_fwd_sm90 if hopper else partial(tiles.thd_attn_fwd, tiles=portable)
-    kernels = [*(forward(dtype, dtype, kind=kind) for kind in kinds), forward(dtype, "float32", kind=capped),
-               forward(dtype, dtype, kind=kinds[-1], trees=True), forward(dtype, "float32", kind=capped, trees=True),
-               sinks_grad_kernel(dtype, tiles.v_head_dim)]
-    grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")
-    if (tiles.forward_sm90 if hopper else portable).split_kv:
-        kernels.append(forward(dtype, dtype, kind=kinds[0], split_kv=True))
-    if not hopper:
-        backward = tiles.backward_for(ARCHITECTURES[arch])
-        return [*kernels, *(tiles.thd_attn_bwd(dtype, grad, with_dq, backward, caps=True)
-                            for grad in (dtype, "float32") for with_dq in (True, False)),
-                *(tiles.thd_attn_bwd_dq(dtype, dq, caps=True) for dq in (dtype, "float32")),
-                tiles.thd_attn_bwd_dq(dtype, dtype, caps=True, trees=True)]
-    if isinstance(tiles.backward_sm90, BackwardByGradientSm90):
-        return [*kernels,
-                *(tiles.thd_attn_bwd_by_gradient_sm90(dtype, *each, with_dq=True, caps=True) for each in grads),
-                *(tiles.thd_attn_bwd_by_gradient_sm90(dtype, dtype, grad, with_dq=False, caps=True)
-                  for grad in (dtype, "float32")),
-                *(tiles.thd_attn_bwd_dq_sm90(dtype, dq, caps=True) for dq in (dtype, "float32")),
-                tiles.thd_attn_bwd_dq_sm90(dtype, dtype, caps=True, trees=True)]
-    pair = isinstance(tiles.backward_sm90, BackwardSharedDqSm90)
-    backward_sm90 = tiles.thd_attn_bwd_shared_dq_sm90 if pair else tiles.thd_attn_bwd_sm90
-    kernels.append(backward_sm90(dtype, dtype, dtype, deterministic=True, caps=True, trees=True))
-    return kernels + [backward_sm90(dtype, *each, deterministic, caps=True)
-                      for each in grads for deterministic in (False, True)]
+    kernels = [*kernels_of(TILES[dims], arch, dtypes=["float16"]), TILES[dims].decode.kernel(dims, "float16")]
+    compile_all([kernel for kernel in kernels if "float" not in kernel.name], arch)
 
 
 @pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
 @EACH_HEAD_DIM
 @AMPERE_AND_HOPPER
-def test_kernels_for_sinks_and_capped_logits_fit_and_do_not_spill(arch, dims, others):
-    kernels = some_or_others(kernels_of_logits(TILES[dims], arch), others)
-    compile_all(kernels, arch, most_spilled(arch, dims, caps=True))
+def test_kernels_for_capped_logits_fit_and_do_not_spill(arch, dims, others):
+    kernels = kernels_of(TILES[dims], arch, caps=True, dtypes=["bfloat16"])
+    compile_all(some_or_others(kernels, others), arch, most_spilled(arch, dims, caps=True))
 
 
 @EACH_HEAD_DIM
 @EACH_ARCHITECTURE
 def test_decode_kernels_fit_and_do_not_spill(arch, dims):
     kinds = [Kind(caps, sinks) for caps in (False, True) for sinks in (False, True)][: 4 if arch == "sm_80" else 1]
-    compile_all([TILES[dims].thd_attn_decode("bfloat16", kind) for kind in kinds], arch)
+    compile_all([TILES[dims].decode.kernel(dims, "bfloat16", kind) for kind in kinds], arch)
 
 
 def mixer_slabs(arch, state_dim):
@@ -354,7 +305,7 @@ def test_scans_in_front_of_a_norm_fit_and_do_not_spill(arch, state_dim):
 @EACH_ARCHITECTURE
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
     names = (GATHER_KERNEL, *EXCHANGE_KERNELS.values(), *REORDER_KERNELS.values(), *REDUCE_KERNELS.values(),
-             *ROUND_KERNELS.values(), *PLAN_KERNELS, *TREE_PLAN_KERNELS, *CACHE_KERNELS)
+             *ROUND_KERNELS.values(), *(name for name in KERNELS if name.startswith(("thd_plan_", "thd_cache_"))))
     # There the exchange in words of 4 bytes, as of odd shapes, leaves four of them on the stack.
     compile_all([(name, 0) for name in names], arch, 16 if arch == "sm_120" else 0)
 
@@ -362,7 +313,7 @@ def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
 def test_backward_is_the_first_choice_that_fits(dims):
     tiles = TILES[dims]
-    needs = [tiles.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES for b in tiles.backward]
+    needs = [b.kernel(dims, "bfloat16", "float32", True).shared_bytes + STATIC_BYTES for b in tiles.backward]
     assert needs == sorted(needs, reverse=True), "choices are listed from large to small"
     for choice, need in zip(tiles.backward, needs, strict=True):
         assert tiles.backward_for(need) == choice
@@ -377,7 +328,7 @@ def test_the_portable_forward_is_the_first_whose_thread_blocks_share_a_multiproc
     tiles = TILES[dims]
     *choices, last = tiles.forward
     for choice in choices:
-        each = tiles.thd_attn_fwd("bfloat16", "bfloat16", choice).shared_bytes + STATIC_BYTES + RESERVED_BYTES
+        each = choice.kernel(dims, "bfloat16", "bfloat16").shared_bytes + STATIC_BYTES + RESERVED_BYTES
         fits = choice.per_multiprocessor * each - RESERVED_BYTES
         assert tiles.forward_for(fits) == choice != tiles.forward_for(fits - 1)
     assert tiles.forward_for(ARCHITECTURES["sm_120"]) == last
@@ -386,11 +337,9 @@ def test_the_portable_forward_is_the_first_whose_thread_blocks_share_a_multiproc
 @pytest.mark.parametrize(("caps", "capped_tile_n", "keys"), [(False, 32, 64), (True, 32, 32), (True, 0, 64)])
 def test_capped_logits_have_as_many_keys_at_a_time_as_the_table_says(caps, capped_tile_n, keys):
     row, kind = TILES[128, 128], Kind(caps=caps, sinks=False)
-    portable, hopper = (replace(tiles, tile_n=64, capped_tile_n=capped_tile_n)
-                        for tiles in (row.forward[0], row.forward_sm90))
-    made = (row.thd_attn_fwd("float16", "float16", portable, kind),
-            replace(row, forward_sm90=hopper).thd_attn_fwd_sm90("float16", "float16", kind))
-    assert all(f", 128, 128, {keys}, " in kernel.name for kernel in made)
+    for tiles in (row.forward[0], row.forward_sm90):
+        changed = replace(tiles, tile_n=64, capped_tile_n=capped_tile_n)
+        assert f", 128, 128, {keys}, " in changed.kernel(row.dims, "float16", "float16", kind).name
 
 
 @pytest.mark.parametrize("head_dim", range(32, 257, 16))
@@ -410,9 +359,8 @@ def test_a_portable_backward_of_parts_of_fragments_is_refused(head_dim):
     ({"in_registers": 48}, "takes all queries of a step"),
 ], ids=str)
 def test_a_hopper_backward_that_would_leave_something_out_does_not_compile(wrong, message):
-    row = TILES[96, 96]
-    kernel = replace(row, backward_sm90=replace(row.backward_sm90, **wrong)).thd_attn_bwd_sm90(
-        "bfloat16", "bfloat16", "bfloat16", False)
+    tiles = replace(TILES[96, 96].backward_sm90, **wrong)
+    kernel = tiles.kernel((96, 96), "bfloat16", "bfloat16", "bfloat16", deterministic=False)
     with pytest.raises(RuntimeError, match=f"(?s)static assertion failed .*{message}"):
         compiler.compile_kernel(kernel.name, "sm_90a")
 
@@ -421,6 +369,11 @@ def test_every_kernel_is_found_in_the_one_file_that_defines_it():
     assert len(set(KERNELS)) == len(KERNELS) > 50
     texts = [(compiler.FOLDER / file).read_text() for file in compiler.device_files()]
     assert len(KERNELS) == sum(text.count("__global__") for text in texts)
+
+
+def test_every_kernel_has_its_name_in_python_and_every_name_is_of_a_kernel():
+    texts = [path.read_text() for path in compiler.FOLDER.rglob("*.py")]
+    assert {name for text in texts for name in re.findall(r'"(thd_\w+)["<]', text)} == set(KERNELS)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -463,26 +416,23 @@ def test_an_error_names_the_file_and_the_line_that_are_wrong(file, name, edited)
 
 def with_tiles():
     """Return one instance of every kernel whose shared memory Python computes."""
-    narrow, wide = TILES[64, 64], TILES[256, 256]
-    backward = narrow.backward[0]
+    narrow, pair, wide = TILES[64, 64], TILES[192, 128], TILES[256, 256]
+    dtypes = "float16", "float16", "float32"
     mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
     mixer += [SLABS_SM90[0].conv_states_kernel("float16", 4)]
     mixer += [tiles[0].thd_ssd_bwd("float16") for tiles in (CHUNK_TILES, CHUNK_TILES_SM90)]
     mixer += [kernel for walk in (walk_for(CHUNK_TILES[0], 64, 2**20), WALKS_SM90[0])
               for kernel in (of_gradients(walk)("float16"), walk.thd_ssd_chunk_states("float16", False))]
     return [*mixer,
-            narrow.thd_attn_fwd("float16", "float32", narrow.forward[0]),
-            narrow.thd_attn_bwd("float16", "float32", True, backward),
-            narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),
-            narrow.thd_attn_bwd_sm90("float16", "float16", "float32", False),
-            TILES[192, 128].thd_attn_bwd_shared_dq_sm90("float16", "float16", "float32", False),
-            wide.thd_attn_bwd_by_gradient_sm90("float16", "float16", "float32", with_dq=True),
-            wide.thd_attn_bwd_dq_sm90("float16", "float32")]
+            *(tiles.kernel(narrow.dims, "float16", "float32")
+              for tiles in (narrow.forward[0], narrow.backward_dq, narrow.forward_sm90)),
+            narrow.backward[0].kernel(narrow.dims, "float16", "float32", with_dq=True),
+            *(row.backward_sm90.kernel(row.dims, *dtypes, deterministic=False) for row in (narrow, pair, wide)),
+            wide.backward_sm90.dq.kernel(wide.dims, "float16", "float32")]
 
 
 def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below():
-    kernels = [kernel for tiles in TILES.values()
-               for kernel in (*tiles.portable_kernels(ARCHITECTURES["sm_80"]), *tiles.hopper_kernels())]
+    kernels = [kernel for row in TILES.values() for arch in ("sm_80", "sm_90a") for kernel in kernels_of(row, arch)]
     kernels += [make("float16") for slab in (*SLABS, *SLABS_SM90) for make in (slab.states_kernel, slab.scan_kernel)]
     kernels += [slab.conv_states_kernel("float16", 4) for slab in SLABS_SM90]
     kernels += [tile.thd_ssd_bwd("float16") for tile in (*CHUNK_TILES, *CHUNK_TILES_SM90)]
@@ -535,15 +485,15 @@ def test_a_constant_that_python_has_otherwise_does_not_compile(constant, monkeyp
     wrong = value + 1 if isinstance(value, int) else lambda columns: value(columns) + 8
     monkeypatch.setitem(compiler.CONSTANTS, constant, wrong)
     compiler.forget_files()
-    narrow = TILES[64, 64]
-    trees = narrow.thd_attn_fwd("float16", "float16", narrow.forward[0]).name
-    by_file = {**dict.fromkeys(("kTreeGroup", "kBehindKeys"), trees),
-               **dict.fromkeys(("kSlab", "slab_of"), narrow.thd_attn_count_partials_sm90().name),
-               "kMaxSlices": GATHER_KERNEL, "kMaxSplits": TILES[64, 64].thd_attn_decode("float16").name,
-               "kPad": TILES[64, 64].thd_attn_delta("float16").name}
+    row = TILES[64, 64]
+    forward = row.forward[0].kernel(row.dims, "float16", "float16").name
+    by_file = {**dict.fromkeys(("kTreeGroup", "kBehindKeys"), forward),
+               **dict.fromkeys(("kSlab", "slab_of"), instance("thd_attn_count_partials_sm90", 2, 128).name),
+               "kMaxSlices": GATHER_KERNEL, "kMaxSplits": row.decode.kernel(row.dims, "float16").name,
+               "kPad": instance("thd_attn_delta", "float16", 64).name}
     try:
         with pytest.raises(RuntimeError, match=rf"static assertion failed .*{constant}.* is not what Python has"):
-            compiler.compile_kernel(by_file.get(constant, narrow.thd_attn_split_kv(narrow.forward_sm90).name), "sm_90a")
+            compiler.compile_kernel(by_file.get(constant, instance("thd_attn_split_kv", 128, 128).name), "sm_90a")
     finally:
         monkeypatch.undo()
         compiler.forget_files()

@@ -28,7 +28,7 @@ WITHOUT_ENGINES = {"__init__", "attention", "engines.select", "mamba.mixer", "ma
 ENGINES = ("engines.reference", "engines.cuda", "mamba.reference", "mamba.cuda", "jit.compiler")
 # Where a library may be imported: when the module is loaded, and at all.
 WHEN_LOADED = {"cupy": {"jit.compiler", "jit.tensor_map", *(f"engines.cuda.{name}" for name in (
-                   "launch", "plan", "rows", "scheduler", "forward", "backward", "decode", "softcap"))},
+                   "launch", "lengths", "plan", "rows", "scheduler", "forward", "backward", "decode", "softcap"))},
                "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.local", "comm.nccl.gpus", "comm.overlap.blocks", "comm.overlap.transport",
                  "comm.peer.shared_memory", "comm.peer.windows", "engines.select", "graphs.capture",

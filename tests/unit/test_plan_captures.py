@@ -21,19 +21,19 @@ PLANS = "refresh", "capture refresh", "replay refresh"
 def gpu(monkeypatch):
     """The module of a plan's arrays on a GPU whose only kernel is thd_plan_check."""
     pytest.importorskip("cupy")
-    from thdattn.engines.cuda import launch, plan
+    from thdattn.engines.cuda import launch, lengths
 
     cupy = fake_cupy.module()
     cupy.copyto = lambda to, x: fake_cupy.launch(lambda: np.copyto(to, x))
     monkeypatch.setattr(fake_cupy, "current", [fake_cupy.Stream()])
-    monkeypatch.setattr(plan, "cupy", cupy)
-    monkeypatch.setattr(plan, "compiler", SimpleNamespace(kernel=lambda name: _check))
-    monkeypatch.setattr(plan, "_pinned", lambda: np.zeros(512, np.uint64))
+    monkeypatch.setattr(lengths, "cupy", cupy)
+    monkeypatch.setattr(lengths, "compiler", SimpleNamespace(kernel=lambda name: _check))
+    monkeypatch.setattr(lengths, "_pinned", lambda: np.zeros(512, np.uint64))
     monkeypatch.setattr(launch, "empty", lambda shape, dtype: fake_cupy.array(np.full(shape, -1), dtype))
     monkeypatch.setattr(launch, "in_place", lambda name, x: x)
     monkeypatch.setattr(launch, "capture", lambda: fake_cupy.current[0].capture)
     fake_cupy.log.clear()
-    return plan
+    return lengths
 
 
 def _check(grid, block, args):

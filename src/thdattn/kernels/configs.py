@@ -1,14 +1,23 @@
 """Tile sizes of the attention kernels per head dim: the table that a new head dim or a new measurement changes.
 
 Numbers are compile-time constants of the kernels. Registers (no kernel may spill) and shared memory bound them.
-tools/spills.py prints both for a candidate. The methods of Tiles are named after the kernels that they instantiate.
-They compute the bytes of shared memory that the structs of the kernels (ForwardShared and so on) take. The kernel gets
-that number as a constant, and the compiler compares it with the struct.
+tools/spills.py prints both for a candidate. Each class of tile sizes has a method `kernel`, which returns the kernel
+with these sizes. It computes the bytes of shared memory that the structs of the kernel (ForwardShared and so on) take.
+The kernel gets that number as a constant, and the compiler compares it with the struct.
+
+Arguments of these methods:
+    dims: (head_dim, v_head_dim).
+    dtype: of the inputs, "float16" or "bfloat16".
+    out_dtype, dq_dtype: dtype, or "float32", with which the result is merged with out or added to dq.
+    grad_dtype: dtype of dk and dv.
+    caps: logits are capped.
+    trees: the instance for packs with prefix trees.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from thdattn.kernels.instances import PLAIN, Instance, Kind, instance
 
@@ -17,9 +26,33 @@ RESERVED_BYTES = 1024  # of shared memory, for every thread block on a multiproc
 STATIC_BYTES = 2304  # most static shared memory that a kernel declares beside its tiles
 SLAB = 64  # columns of a slab of a Hopper tile, kSlab of kernels/hopper/common.cuh: 128 bytes, the widest swizzle
 MAX_KV_SPLITS = 32  # of the keys of a query tile, kMaxKvSplits of kernels/split_kv.cuh
-DQ_ROWS = 128  # query rows of thd_attn_bwd_dq_sm90, which are those of the forward beside it
 TREE_GROUP, BEHIND_KEYS = 64, 256  # kTreeGroup and kBehindKeys of kernels/trees.cuh
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
+
+Dims = tuple[int, int]
+
+
+def slab_of(columns: int) -> int:
+    """Return the columns of a slab of a Hopper tile whose rows have so many: slab_of of kernels/hopper/common.cuh."""
+    return SLAB // 2 if columns % SLAB else SLAB
+
+
+def lanes_of(columns: int) -> int:
+    """Return how many lanes divide a row, 16 bytes each: lanes_of of kernels/common.cuh."""
+    return 8 if columns <= 64 else 16 if columns <= 128 else 32
+
+
+def _slabs(rows: int, *widths: int) -> int:
+    """Return the bytes of Hopper tiles of so many rows of 16-bit elements, one tile for each width."""
+    return 2 * rows * sum(widths)
+
+
+def _pair(dims: Dims) -> int:
+    """Return the elements of one row of keys and one of values in portable tiles."""
+    return sum(dims) + 2 * PAD
+
+
+# ------------------------------------------------------------------------------------------------ portable kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +89,18 @@ class Forward(Keys):
         """Thread blocks that share a multiprocessor, for which the kernel limits its registers."""
         return 8 // self.warps
 
+    def kernel(
+        self, dims: Dims, dtype: str, out_dtype: str, kind: Kind = PLAIN, split_kv: bool = False, trees: bool = False
+    ) -> Instance:
+        """Return the forward. With trees it has one stage, as registers are short.
+
+        split_kv: the keys of a query tile may be divided among thread blocks; not with trees.
+        """
+        tile_n, stages = self.keys(kind), 1 if trees else self.stages
+        rows = self.tile_m * (dims[0] + PAD) + stages * tile_n * _pair(dims)
+        return instance("thd_attn_fwd", dtype, out_dtype, *kind, *dims, tile_n, self.warps, self.fragments, stages,
+                        split_kv, shared_bytes=2 * rows, trees=trees)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
@@ -76,6 +121,14 @@ class Backward:
         """Warps of a thread block."""
         return self.tile_n // (16 * self.fragments) * self.column_warps
 
+    def kernel(self, dims: Dims, dtype: str, grad_dtype: str, with_dq: bool, caps: bool = False) -> Instance:
+        """Return the backward for dk and dv, and with_dq also for dq's accumulators."""
+        stats = 4  # -lse and -delta of a query row, in 2-byte elements
+        rows = self.tile_n * _pair(dims) + self.stages * self.tile_m * (_pair(dims) + stats)
+        return instance("thd_attn_bwd", dtype, grad_dtype, caps, *dims, self.tile_m, self.tile_n, self.column_warps,
+                        self.fragments, self.stages, with_dq,
+                        shared_bytes=2 * (rows + (1 + self.stages) * self.tile_n * self.tile_m))
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardDq:
@@ -88,6 +141,11 @@ class BackwardDq:
     def tile_m(self) -> int:
         """Query rows of a thread block."""
         return 16 * self.warps
+
+    def kernel(self, dims: Dims, dtype: str, dq_dtype: str, caps: bool = False, trees: bool = False) -> Instance:
+        """Return the backward for dq alone, with the same bits on every run."""
+        return instance("thd_attn_bwd_dq", dtype, dq_dtype, caps, *dims, self.tile_n, self.warps,
+                        shared_bytes=2 * (self.tile_m + self.tile_n) * _pair(dims), trees=trees)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +171,16 @@ class Decode:
         """Return the number of KV splits with which `blocks` thread blocks per split occupy the GPU."""
         wanted = self.per_multiprocessor * multiprocessors // blocks
         return max(1, min(wanted, -(-longest_range // self.step), self.max_splits))
+
+    def kernel(self, dims: Dims, dtype: str, kind: Kind = PLAIN) -> Instance:
+        """Return the decode kernel."""
+        tiles = 2 * 16 * (dims[0] + PAD + self.warps * self.stages * _pair(dims))
+        partials = 4 * 16 * self.warps * (dims[1] + PAD) + 8 * self.heads * self.max_splits
+        return instance("thd_attn_decode", dtype, *kind, *dims, self.warps, self.stages,
+                        shared_bytes=max(tiles, partials))
+
+
+# ------------------------------------------------------------------------------------------------ Hopper kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +215,29 @@ class ForwardSm90(Keys):
         """Consumer warps."""
         return 4 * self.consumers
 
+    def kernel(
+        self, dims: Dims, dtype: str, out_dtype: str, kind: Kind = PLAIN, split_kv: bool = False, trees: bool = False
+    ) -> Instance:
+        """Return the forward. With trees, the producer needs registers that queries of wide heads would take.
+
+        split_kv: the keys of a query tile may be divided among thread blocks; not with trees.
+        """
+        tile_n, q_stages, kv_stages = self.keys(kind), self.q_stages, self.kv_stages
+        tiles = _slabs(q_stages * self.tile_m, dims[0]) + _slabs(kv_stages * tile_n, *dims)
+        barriers = 8 * (2 * q_stages + 4 * kv_stages)
+        told = 2 * 16 * q_stages + 8 * kv_stages  # QueryTile and KeyTile
+        shared = tiles + barriers + told + 8 * 2 * q_stages * self.tile_m  # ranges
+        if trees:
+            shared = -(-shared // 16) * 16 + 4 * kv_stages * tile_n  # ends
+        return instance(
+            "thd_attn_fwd_sm90", dtype, out_dtype, *kind, *dims, tile_n, self.consumers, q_stages, kv_stages,
+            self.q_in_registers and not (trees and dims[0] > 128), self.lazy_row_max, split_kv,
+            shared_bytes=shared, trees=trees)
+
+    def wgmma_columns(self, dims: Dims) -> set[int]:
+        """Return the columns of accumulators of wgmma instructions."""
+        return {self.tile_n, self.capped_tile_n or self.tile_n, dims[1]}
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSm90:
@@ -178,12 +269,34 @@ class BackwardSm90:
     together: int = 2
 
     tile_n, threads, blocks = 128, 512, 1
+    dq: ClassVar[None] = None  # deterministic, thread blocks add to dq in order
 
-    def at_once(self, caps: bool, in_registers: bool) -> tuple[int, int]:
+    def kernel(
+        self, dims: Dims, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False,
+        trees: bool = False,
+    ) -> Instance:
+        """Return the backward. trees: if deterministic."""
+        adds = dq_dtype == "float32"
+        registers = (adds and self.adding_registers) or self.query_registers
+        in_registers = self.in_registers > 0 and not adds and not caps
+        queries, dp_queries = self._at_once(caps, in_registers)
+        shared = (_bytes_beside_dq(self, dims, self.dq_stages) + self.stages * _slabs(self.tile_n, self.tile_m)
+                  + 8 * 4 * self.stages)  # barriers
+        return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *dims, self.tile_m, self.stages,
+                        queries, dp_queries, in_registers, self.panel_cols, self.dq_stages, registers, deterministic,
+                        shared_bytes=shared, trees=trees)
+
+    def _at_once(self, caps: bool, in_registers: bool) -> tuple[int, int]:
         """Return (queries, dp_queries) of a variant: rows of which the key side computes scores, and dP, at once."""
         if in_registers:
             return self.in_registers, self.in_registers
         return (caps and self.capped_at_once) or (self.queries, self.dp_queries)
+
+    def wgmma_columns(self, dims: Dims) -> set[int]:
+        """Return the columns of accumulators of wgmma instructions."""
+        queries = {n for caps in (False, True) for in_registers in {False, self.in_registers > 0}
+                   for n in self._at_once(caps, in_registers)}
+        return {*queries, self.panel_cols, *dims}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +314,44 @@ class BackwardSharedDqSm90:
     together: int = 2
 
     tile_m, tile_n, threads, blocks = 64, 128, 384, 1
+    dq: ClassVar[None] = None
+
+    def kernel(
+        self, dims: Dims, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False,
+        trees: bool = False,
+    ) -> Instance:
+        """Return the backward. trees: if deterministic."""
+        shared = (_bytes_beside_dq(self, dims, dims[0] // self.panel_cols) + _slabs(self.tile_n, self.tile_m)
+                  + 8 * (2 * self.stages + 2))  # barriers
+        return instance("thd_attn_bwd_shared_dq_sm90", dtype, dq_dtype, grad_dtype, caps, *dims, self.stages,
+                        self.capped_queries if caps else self.queries, self.panel_cols, deterministic,
+                        shared_bytes=shared, trees=trees)
+
+    def wgmma_columns(self, dims: Dims) -> set[int]:
+        """Return the columns of accumulators of wgmma instructions."""
+        return {self.queries, self.capped_queries, self.panel_cols, 32, *dims}
+
+
+def _bytes_beside_dq(b: BackwardSm90 | BackwardSharedDqSm90, dims: Dims, dq_stages: int) -> int:
+    """Return the bytes of shared memory that both kernels have, with so many panels of dq."""
+    tiles, stats = _slabs(b.tile_n + b.stages * b.tile_m, *dims), 8 * b.stages * b.tile_m
+    panels, barriers = dq_stages * 4 * 64 * b.panel_cols, 8 * (8 + 3 * dq_stages)
+    told = -(-(2 * 12 + 4 * dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Partial and Step
+    return tiles + panels + stats + barriers + told + 8 * (b.tile_n + 8)  # ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardDqSm90:
+    """Tile sizes of thd_attn_bwd_dq_sm90: tile_n keys at a time, and the query rows of the forward beside it."""
+
+    tile_n: int
+
+    tile_m, threads = 128, 384
+
+    def kernel(self, dims: Dims, dtype: str, dq_dtype: str, caps: bool = False, trees: bool = False) -> Instance:
+        """Return the backward for dq alone, with the same bits on every run."""
+        return instance("thd_attn_bwd_dq_sm90", dtype, dq_dtype, caps, *dims, self.tile_n, 2,
+                        shared_bytes=_slabs(self.tile_m + 2 * self.tile_n, *dims) + 8 * 6 + 16 * 2, trees=trees)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +360,7 @@ class BackwardByGradientSm90:
 
     Shared memory holds q_stages tiles of queries, dout_stages tiles of their gradients and ds_stages tiles of score
     gradients. Partial sums of dq are added in any order. For the same bits on every run, thd_attn_bwd_dq_sm90 computes
-    dq instead, with dq_keys keys at a time, and blocks form no cluster.
+    dq instead, with the sizes `dq`, and blocks form no cluster.
 
     key_registers, value_registers, query_registers: registers per thread of the three warpgroups.
     capped_shift: registers that the value warpgroup gives to the key warpgroup if logits are capped.
@@ -222,7 +373,7 @@ class BackwardByGradientSm90:
     ds_stages: int
     key_registers: int
     value_registers: int
-    dq_keys: int
+    dq: BackwardDqSm90
     query_registers: int = 64
     capped_shift: int = 0
     blocks: int = 1
@@ -233,6 +384,32 @@ class BackwardByGradientSm90:
     def tile_n(self) -> int:
         """Keys of all thread blocks of a cluster."""
         return 64 * self.blocks
+
+    def kernel(
+        self, dims: Dims, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False,
+        trees: bool = False,
+    ) -> Instance:
+        """Return the backward for dk and dv, and unless deterministic for dq or its accumulators; for trees too."""
+        cluster, loaded = self.blocks == 2 and not deterministic, self.q_stages + self.dout_stages
+        keys = 4 * _slabs(64, 64) if cluster else _slabs(64, dims[0])
+        tiles = (keys + _slabs(64 * self.q_stages, dims[0]) + _slabs(64 * (1 + self.dout_stages), dims[1])
+                 + self.ds_stages * (2 + cluster) * _slabs(64, 64))
+        stats, barriers, ranges = 4 * 64 * loaded, 8 * (2 + 2 * loaded + 3 * self.ds_stages), 8 * (2 * 64 + 8)
+        steps, exchange = 16 * loaded + -(-20 * self.ds_stages // 8) * 8, 8 * (self.ds_stages + 3) if cluster else 0
+        shift = self.capped_shift if caps else 0
+        return instance("thd_attn_bwd_by_gradient_sm90", dtype, dtype if deterministic else dq_dtype, grad_dtype, caps,
+                        *dims, self.q_stages, self.dout_stages, self.ds_stages, not deterministic, self.blocks,
+                        self.key_registers + shift, self.value_registers - shift, self.query_registers,
+                        shared_bytes=tiles + stats + barriers + steps + ranges + exchange)
+
+    def wgmma_columns(self, dims: Dims) -> set[int]:
+        """Return the columns of accumulators of wgmma instructions: 256 take two, see kMostCols of backward_common.cuh.
+        """
+        panel_cols = dims[0] // 2 if self.blocks == 2 else SLAB  # each thread block of a cluster computes one panel
+        return {64, self.dq.tile_n, panel_cols, *(128 if dim == 256 else dim for dim in dims)}
+
+
+# ------------------------------------------------------------------------------------------------ the table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,12 +431,6 @@ class Tiles:
     forward_sm100: tuple[Forward, ...] = ()
     backward_sm100: tuple[Backward, ...] = ()
 
-    def on(self, arch: str) -> Tiles:
-        """Return the row of a GPU, by NVRTC's name of its architecture."""
-        if not arch.startswith("sm_10"):
-            return self
-        return replace(self, forward=self.forward_sm100 or self.forward, backward=self.backward_sm100 or self.backward)
-
     def __post_init__(self) -> None:
         """Raise ValueError if warps of the portable backward would not have whole fragments of 16 columns."""
         for b in self.backward:
@@ -271,66 +442,20 @@ class Tiles:
             wrong = ", ".join(name for name, columns in left.items() if columns)
             if wrong:
                 raise ValueError(
-                    f"{b} of head dims {self._dims} leaves warps parts of fragments of {wrong}, wanted multiples of "
+                    f"{b} of head dims {self.dims} leaves warps parts of fragments of {wrong}, wanted multiples of "
                     f"16 columns for each warp; choose another tile_m, tile_n or column_warps"
                 )
 
-    # ---------------------------------------------------------------------------------------- portable kernels
+    @property
+    def dims(self) -> Dims:
+        """Return (head_dim, v_head_dim)."""
+        return self.head_dim, self.v_head_dim
 
-    def thd_attn_fwd(
-        self, dtype: str, out_dtype: str, tiles: Forward, kind: Kind = PLAIN, split_kv: bool = False,
-        trees: bool = False,
-    ) -> Instance:
-        """Return the forward for "float16" or "bfloat16". out_dtype "float32" merges its result with that in out.
-
-        split_kv: the keys of a query tile may be divided among thread blocks; not with trees.
-        trees: here and below, the instance for packs with prefix trees. It has one stage, as registers are short.
-        """
-        t, tile_n, stages = tiles, tiles.keys(kind), 1 if trees else tiles.stages
-        rows = t.tile_m * (self.head_dim + PAD) + stages * tile_n * self._pair
-        return instance("thd_attn_fwd", dtype, out_dtype, *kind, *self._dims, tile_n, t.warps, t.fragments, stages,
-                        split_kv, shared_bytes=2 * rows, trees=trees)
-
-    def thd_attn_split_kv(self, forward: Forward | ForwardSm90) -> Instance:
-        """Return the kernel that chooses the KV splits of query tiles of `forward`, on every GPU."""
-        return instance("thd_attn_split_kv", forward.tile_m, forward.tile_n)
-
-    def partial_floats(self, forward: Forward | ForwardSm90) -> int:
-        """Return the floats of the partial result of a KV split and one head, kPartialQuads of kernels/split_kv.cuh."""
-        return forward.tile_m * (self.v_head_dim + 4)
-
-    def thd_attn_delta(self, dtype: str) -> Instance:
-        """Return the kernel of -lse and -delta of every query row, with which every backward begins."""
-        return instance("thd_attn_delta", dtype, self.v_head_dim)
-
-    def thd_attn_bwd(
-        self, dtype: str, grad_dtype: str, with_dq: bool, tiles: Backward, caps: bool = False
-    ) -> Instance:
-        """Return the backward for dk and dv in grad_dtype, and with_dq also for dq's accumulators."""
-        t = tiles
-        stats = 4  # -lse and -delta of a query row, in 2-byte elements
-        rows = t.tile_n * self._pair + t.stages * t.tile_m * (self._pair + stats)
-        return instance("thd_attn_bwd", dtype, grad_dtype, caps, *self._dims, t.tile_m, t.tile_n, t.column_warps,
-                        t.fragments, t.stages, with_dq,
-                        shared_bytes=2 * (rows + (1 + t.stages) * t.tile_n * t.tile_m))
-
-    def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str, caps: bool = False, trees: bool = False) -> Instance:
-        """Return the backward for dq alone, with the same bits on every run. dq_dtype "float32" adds to dq."""
-        t = self.backward_dq
-        return instance("thd_attn_bwd_dq", dtype, dq_dtype, caps, *self._dims, t.tile_n, t.warps,
-                        shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair, trees=trees)
-
-    def thd_attn_round_dq(self, dq_dtype: str) -> Instance:
-        """Return the kernel that rounds dq's accumulators."""
-        return instance("thd_attn_round_dq", dq_dtype)
-
-    def thd_attn_decode(self, dtype: str, kind: Kind = PLAIN) -> Instance:
-        """Return the decode kernel for "float16" or "bfloat16"."""
-        d = self.decode
-        tiles = 2 * 16 * (self.head_dim + PAD + d.warps * d.stages * self._pair)
-        partials = 4 * 16 * d.warps * (self.v_head_dim + PAD) + 8 * d.heads * d.max_splits
-        return instance("thd_attn_decode", dtype, *kind, *self._dims, d.warps, d.stages,
-                        shared_bytes=max(tiles, partials))
+    def on(self, arch: str) -> Tiles:
+        """Return the row of a GPU, by NVRTC's name of its architecture."""
+        if not arch.startswith("sm_10"):
+            return self
+        return replace(self, forward=self.forward_sm100 or self.forward, backward=self.backward_sm100 or self.backward)
 
     def forward_for(self, shared_bytes: int) -> Forward:
         """Return the choice of the forward for a GPU with `shared_bytes` of shared memory per thread block.
@@ -339,7 +464,7 @@ class Tiles:
         """
         *choices, last = self.forward
         for choice in choices:
-            need = self.thd_attn_fwd("bfloat16", "bfloat16", choice).shared_bytes + STATIC_BYTES + RESERVED_BYTES
+            need = choice.kernel(self.dims, "bfloat16", "bfloat16").shared_bytes + STATIC_BYTES + RESERVED_BYTES
             if choice.per_multiprocessor * need <= shared_bytes + RESERVED_BYTES:
                 return choice
         return last
@@ -350,202 +475,20 @@ class Tiles:
         Raises:
             ValueError: none fits.
         """
-        needs = {b: self.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES
+        needs = {b: b.kernel(self.dims, "bfloat16", "float32", True).shared_bytes + STATIC_BYTES
                  for b in self.backward}
         for choice, need in needs.items():
             if need <= shared_bytes:
                 return choice
         raise ValueError(
-            f"a thread block has {shared_bytes} bytes of shared memory, the backward of head dims {self._dims} needs "
+            f"a thread block has {shared_bytes} bytes of shared memory, the backward of head dims {self.dims} needs "
             f"{min(needs.values())}; add a choice with smaller tiles"
         )
-
-    def portable_kernels(self, shared_bytes: int) -> list[Instance]:
-        """Return the portable kernels of this head dim for a GPU with `shared_bytes` per thread block."""
-        forward, backward = self.forward_for(shared_bytes), self.backward_for(shared_bytes)
-        of_splits = [self.thd_attn_split_kv(forward)] if forward.split_kv else []
-        return of_splits + [
-            kernel
-            for dtype in ("float16", "bfloat16")
-            for kernel in (
-                *(self.thd_attn_fwd(dtype, out, forward, trees=trees)
-                  for trees in (False, True) for out in (dtype, "float32")),
-                *(self.thd_attn_fwd(dtype, dtype, forward, split_kv=True) for _ in of_splits),
-                self.thd_attn_delta(dtype),
-                *(self.thd_attn_bwd(dtype, grad, with_dq, backward)
-                  for grad in (dtype, "float32") for with_dq in (True, False)),
-                *(self.thd_attn_bwd_dq(dtype, dq, trees=trees) for trees in (False, True) for dq in (dtype, "float32")),
-                self.thd_attn_round_dq(dtype),
-            )
-        ] + [self.thd_attn_round_dq("float32")]
-
-    # ---------------------------------------------------------------------------------------- Hopper kernels
-
-    def thd_attn_fwd_sm90(
-        self, dtype: str, out_dtype: str, kind: Kind = PLAIN, split_kv: bool = False, trees: bool = False
-    ) -> Instance:
-        """Return the forward. out_dtype "float32" merges its result with that in out.
-
-        split_kv: the keys of a query tile may be divided among thread blocks; not with trees. With trees, the producer
-        needs registers that queries of wide heads would take.
-        """
-        f, tile_n = self.forward_sm90, self.forward_sm90.keys(kind)
-        tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * tile_n)
-        barriers = 8 * (2 * f.q_stages + 4 * f.kv_stages)
-        told = 2 * 16 * f.q_stages + 8 * f.kv_stages  # QueryTile and KeyTile
-        shared = tiles + barriers + told + 8 * 2 * f.q_stages * f.tile_m  # ranges
-        if trees:
-            shared = -(-shared // 16) * 16 + 4 * f.kv_stages * tile_n  # ends
-        return instance(
-            "thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages, f.kv_stages,
-            f.q_in_registers and not (trees and self.head_dim > 128), f.lazy_row_max, split_kv,
-            shared_bytes=shared, trees=trees)
-
-    def thd_attn_count_partials_sm90(self) -> Instance:
-        """Return the kernel that counts the partial sums of every query tile's dq."""
-        b = self.backward_sm90
-        return instance("thd_attn_count_partials_sm90", b.tile_n // 64, b.tile_m)
-
-    def thd_attn_bwd_sm90(
-        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False, trees: bool = False
-    ) -> Instance:
-        """Return the backward. dq_dtype "float32" adds to dq; dk and dv are in grad_dtype. trees: if deterministic."""
-        b = self.backward_sm90
-        assert isinstance(b, BackwardSm90)
-        tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + b.stages * slabs(b.tile_n, b.tile_m)
-        panels, stats = b.dq_stages * 4 * 64 * b.panel_cols, 8 * b.stages * b.tile_m
-        barriers = 8 * (8 + 4 * b.stages + 3 * b.dq_stages)
-        told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Partial and Step
-        ranges = 8 * (b.tile_n + 8)
-        adds = dq_dtype == "float32"
-        registers = (adds and b.adding_registers) or b.query_registers
-        in_registers = b.in_registers > 0 and not adds and not caps
-        queries, dp_queries = b.at_once(caps, in_registers)
-        return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
-                        queries, dp_queries, in_registers, b.panel_cols, b.dq_stages, registers, deterministic,
-                        shared_bytes=tiles + panels + stats + barriers + told + ranges, trees=trees)
-
-    def thd_attn_bwd_shared_dq_sm90(
-        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False, trees: bool = False
-    ) -> Instance:
-        """Return the backward, as thd_attn_bwd_sm90."""
-        b = self.backward_sm90
-        assert isinstance(b, BackwardSharedDqSm90)
-        tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + slabs(b.tile_n, b.tile_m)
-        dq_stages = self.head_dim // b.panel_cols
-        panels, stats = 4 * 64 * self.head_dim, 8 * b.stages * b.tile_m
-        barriers = 8 * (8 + 2 * b.stages + 2 + 3 * dq_stages)
-        told = -(-(2 * 12 + 4 * dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Partial and Step
-        ranges = 8 * (b.tile_n + 8)
-        queries = b.capped_queries if caps else b.queries
-        return instance("thd_attn_bwd_shared_dq_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.stages,
-                        queries, b.panel_cols, deterministic,
-                        shared_bytes=tiles + panels + stats + barriers + told + ranges, trees=trees)
-
-    def thd_attn_bwd_by_gradient_sm90(
-        self, dtype: str, dq_dtype: str, grad_dtype: str, with_dq: bool, caps: bool = False
-    ) -> Instance:
-        """Return the backward for dk and dv in grad_dtype, and with_dq also for dq or its accumulators."""
-        b = self.backward_sm90
-        assert isinstance(b, BackwardByGradientSm90)
-        cluster, loaded = with_dq and b.blocks == 2, b.q_stages + b.dout_stages
-        keys = 4 * slabs(64, 64) if cluster else slabs(64, self.head_dim)
-        tiles = (keys + slabs(64 * b.q_stages, self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
-                 + b.ds_stages * (2 + cluster) * slabs(64, 64))
-        stats, barriers, ranges = 4 * 64 * loaded, 8 * (2 + 2 * loaded + 3 * b.ds_stages), 8 * (2 * 64 + 8)
-        steps, exchange = 16 * loaded + -(-20 * b.ds_stages // 8) * 8, 8 * (b.ds_stages + 3) if cluster else 0
-        shift = b.capped_shift if caps else 0
-        return instance("thd_attn_bwd_by_gradient_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.q_stages,
-                        b.dout_stages, b.ds_stages, with_dq, b.blocks, b.key_registers + shift,
-                        b.value_registers - shift, b.query_registers,
-                        shared_bytes=tiles + stats + barriers + steps + ranges + exchange)
-
-    def thd_attn_bwd_dq_sm90(self, dtype: str, dq_dtype: str, caps: bool = False, trees: bool = False) -> Instance:
-        """Return the backward for dq alone, as thd_attn_bwd_dq."""
-        b = self.backward_sm90
-        assert isinstance(b, BackwardByGradientSm90)
-        return instance("thd_attn_bwd_dq_sm90", dtype, dq_dtype, caps, *self._dims, b.dq_keys, 2,
-                        shared_bytes=self._keys_and_values(DQ_ROWS + 2 * b.dq_keys) + 8 * 6 + 16 * 2, trees=trees)
-
-    def thd_attn_round_dq_sm90(self, dq_dtype: str) -> Instance:
-        """Return the kernel that rounds dq's accumulators."""
-        return instance("thd_attn_round_dq_sm90", dq_dtype, self.head_dim)
-
-    def hopper_kernels(self) -> list[Instance]:
-        """Return the Hopper kernels of this head dim."""
-        kernels = [self.thd_attn_count_partials_sm90()]
-        if self.forward_sm90.split_kv:
-            kernels += [self.thd_attn_split_kv(self.forward_sm90),
-                        *(self.thd_attn_fwd_sm90(dtype, dtype, split_kv=True) for dtype in ("float16", "bfloat16"))]
-        for dtype in ("float16", "bfloat16"):
-            kernels += [self.thd_attn_fwd_sm90(dtype, out, trees=trees)
-                        for trees in (False, True) for out in (dtype, "float32")]
-            grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")  # of dq, and of dk and dv
-            if isinstance(self.backward_sm90, BackwardByGradientSm90):
-                kernels += [self.thd_attn_bwd_by_gradient_sm90(dtype, *each, with_dq=True) for each in grads]
-                kernels += [self.thd_attn_bwd_by_gradient_sm90(dtype, dtype, grad, with_dq=False)
-                            for grad in (dtype, "float32")]
-                kernels += [self.thd_attn_bwd_dq_sm90(dtype, dq, trees=trees)
-                            for trees in (False, True) for dq in (dtype, "float32")]
-                kernels.append(self.thd_attn_round_dq_sm90(dtype))
-            else:
-                pair = isinstance(self.backward_sm90, BackwardSharedDqSm90)
-                backward = self.thd_attn_bwd_shared_dq_sm90 if pair else self.thd_attn_bwd_sm90
-                kernels += [backward(dtype, *each, deterministic, trees=trees) for each in grads
-                            for deterministic, trees in ((False, False), (True, False), (True, True))]
-        if isinstance(self.backward_sm90, BackwardByGradientSm90):
-            kernels.append(self.thd_attn_round_dq_sm90("float32"))
-        return kernels
 
     @property
     def wgmma_columns(self) -> set[int]:
         """Columns of the accumulators of the Hopper kernels' wgmma instructions."""
-        f, b = self.forward_sm90, self.backward_sm90
-        if isinstance(b, BackwardSm90):
-            queries = {n for caps in (False, True) for in_registers in {False, b.in_registers > 0}
-                       for n in b.at_once(caps, in_registers)}
-            backward = {*queries, b.panel_cols, *self._dims}
-        elif isinstance(b, BackwardSharedDqSm90):
-            backward = {b.queries, b.capped_queries, b.panel_cols, 32, *self._dims}
-        else:  # 256 columns take two instructions, kMostCols of kernels/hopper/backward_common.cuh
-            dims = (128 if dim == 256 else dim for dim in self._dims)
-            backward = {64, b.dq_keys, self._by_gradient_panel_cols, *dims}
-        return {f.tile_n, f.capped_tile_n or f.tile_n, self.v_head_dim, *backward}
-
-    # ---------------------------------------------------------------------------------------- what they share
-
-    @property
-    def _dims(self) -> tuple[int, int]:
-        return self.head_dim, self.v_head_dim
-
-    @property
-    def _by_gradient_panel_cols(self) -> int:
-        """Columns of a panel of dq of thd_attn_bwd_by_gradient_sm90: each thread block of a cluster computes one."""
-        return self.head_dim // 2 if self.backward_sm90.blocks == 2 else SLAB
-
-    @property
-    def _pair(self) -> int:
-        """Elements of one row of keys and one of values in portable tiles."""
-        return self.head_dim + self.v_head_dim + 2 * PAD
-
-    def _keys_and_values(self, rows: int) -> int:
-        """Return the bytes of Hopper tiles of so many rows of keys, and as many of values."""
-        return slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
-
-
-def slab_of(columns: int) -> int:
-    """Return the columns of a slab of a Hopper tile whose rows have so many: slab_of of kernels/hopper/common.cuh."""
-    return SLAB // 2 if columns % SLAB else SLAB
-
-
-def lanes_of(columns: int) -> int:
-    """Return how many lanes divide a row, 16 bytes each: lanes_of of kernels/common.cuh."""
-    return 8 if columns <= 64 else 16 if columns <= 128 else 32
-
-
-def slabs(rows: int, width: int) -> int:
-    """Return the bytes of a Hopper tile of rows of `width` 16-bit elements."""
-    return 2 * rows * width
+        return self.forward_sm90.wgmma_columns(self.dims) | self.backward_sm90.wgmma_columns(self.dims)
 
 
 _BACKWARD_OF_192 = (Backward(tile_m=64, tile_n=96, column_warps=4, fragments=2, stages=2),
@@ -652,7 +595,7 @@ TILES = {
             backward_sm90=BackwardByGradientSm90(
                 q_stages=3, dout_stages=2, ds_stages=2, blocks=2,
                 key_registers=208, value_registers=192, query_registers=80,  # 8 fewer of any spill
-                dq_keys=64,
+                dq=BackwardDqSm90(tile_n=64),
             ),
         ),
         Tiles(
@@ -675,7 +618,7 @@ TILES = {
                 q_stages=2, dout_stages=2, ds_stages=2,  # another stage, or a cluster, does not fit
                 key_registers=192, value_registers=232,  # 176 for keys spill, and 224 for values
                 capped_shift=8,  # 0 spills
-                dq_keys=48,  # 64 do not fit
+                dq=BackwardDqSm90(tile_n=48),  # 64 do not fit
             ),
         ),
     )

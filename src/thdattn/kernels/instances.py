@@ -1,21 +1,16 @@
-"""Instances of kernels: C++ names with template constants. Kernels without tile sizes are listed here."""
+"""Instances of kernels: C++ names with template constants. Kernels whose constants are few are listed here."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
-CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
 REDUCE_KERNELS = {dtype: f"thd_peer_reduce<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
 ROUND_KERNELS = {dtype: f"thd_attn_round<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
 GATHER_KERNEL = "thd_peer_exchange<AllGather>"
 EXCHANGE_KERNELS = {size: f"thd_peer_exchange<AllToAll<{word}>>"  # by the bytes of a word
                     for size, word in ((16, "uint4"), (4, "u32"), (1, "unsigned char"))}
-PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_runs", "thd_plan_ranges", "thd_plan_tile_cost",
-                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_pairs", "thd_plan_nan_if_invalid")
-TREE_PLAN_KERNELS = ("thd_plan_tree_positions", "thd_plan_tree_ranges", "thd_plan_tree_ends",
-                     "thd_plan_tree_order")
 
 
 class Instance(NamedTuple):
@@ -43,8 +38,3 @@ def instance(kernel: str, *constants: str | int, shared_bytes: int = 0, trees: b
     all_constants = (*constants, shared_bytes) if shared_bytes else constants
     written = [ELEMENT_TYPES.get(str(c), str(c).lower()) for c in all_constants] + ["Trees"] * trees
     return Instance(f"{kernel}<{', '.join(written)}>", shared_bytes)
-
-
-def sinks_grad_kernel(dtype: str, v_head_dim: int) -> Instance:
-    """Return the kernel of the gradient of sinks."""
-    return instance("thd_attn_sinks_grad", dtype, v_head_dim)

@@ -58,7 +58,7 @@ class PlanArrays:
             has its gradient; -1 for other rows. None without needed rows.
         own_keys: (key_rows,), the local row of every key buffer row that this rank owns; -1 for others. None without
             needed rows.
-        lengths: the engines.cuda.plan.DeviceLengths of lengths on a GPU, which checks them; None: on the host.
+        lengths: the engines.cuda.lengths.DeviceLengths of lengths on a GPU, which checks them; None: on the host.
         offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of keys with lengths of
             their own, as kernels read them; None for NumPy arrays.
         stream: CUDA stream on which the arrays were made; None for NumPy arrays.

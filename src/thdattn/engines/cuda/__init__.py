@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from thdattn.engines.cuda import launch
+from thdattn.engines.cuda import launch, scheduler
 from thdattn.engines.cuda.backward import attn_bwd, plan_backward, rounded, without_padding
 from thdattn.engines.cuda.decode import attn_decode, cache_append, cache_fill
 from thdattn.engines.cuda.forward import attn_fwd
@@ -32,8 +32,6 @@ head_dims = tuple(TILES)
 
 def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """Return the rows per query tile and per key tile of the kernels for these head dims."""
-    gpu, row = launch.this_gpu(), TILES[head_dim, v_head_dim]
-    if gpu.sm90:
-        return row.forward_sm90.tile_m, row.backward_sm90.tile_n
-    row = row.on(gpu.arch)
-    return row.forward_for(gpu.shared_bytes).tile_m, row.backward_for(gpu.shared_bytes).tile_n
+    gpu, dims = launch.this_gpu(), (head_dim, v_head_dim)
+    backward = TILES[dims].backward_sm90 if gpu.sm90 else scheduler.portable_backward(gpu, dims)
+    return scheduler.forward_tiles(gpu, dims).tile_m, backward.tile_n

@@ -26,6 +26,7 @@ from thdattn.engines.cuda.workspace import (
     WITHOUT_PADDING,
     SumOptions,
     dq_accum,
+    group_array,
     largest_accum,
     num_partials,
     padded_rows,
@@ -33,8 +34,8 @@ from thdattn.engines.cuda.workspace import (
 )
 from thdattn.jit import compiler
 from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, OWNERS, PACK_FILTER, PARTIALS
-from thdattn.kernels.configs import DQ_ROWS, TILES, BackwardByGradientSm90, BackwardSharedDqSm90, Tiles, lanes_of
-from thdattn.kernels.instances import ROUND_KERNELS, Instance
+from thdattn.kernels.configs import TILES, BackwardDqSm90, lanes_of
+from thdattn.kernels.instances import ROUND_KERNELS, instance
 from thdattn.plan.owners import places_of_keys
 from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer, pair_of
@@ -160,75 +161,57 @@ class _Hopper:
     """Launches on Hopper. dq is accumulated in a layout of its own and rounded once."""
 
     def __init__(self, plan: Plan, spec: _Spec) -> None:
-        heads, row = spec.heads, TILES[plan.head_dims]
-        tiles = row.backward_sm90
+        heads, tiles = spec.heads, TILES[plan.head_dims].backward_sm90
         options = SumOptions(spec.kv_dtype, spec.deterministic, spec.where)
         accum, largest = (largest_accum(plan, groups, heads.group, options)
                           for groups in ((heads.num_kv_heads,), heads.groups))
-        wide = isinstance(tiles, BackwardByGradientSm90)
-        self._spec, self._deterministic, self._splits = spec, accum.deterministic, accum.splits
-        self._semaphore_rows = accum.semaphore_rows
+        in_order = accum.deterministic and tiles.dq is None  # thread blocks add to dq in order
+        self._spec, self._accum, self._in_order = spec, accum, in_order
 
         floats = plan.workspace.array(largest.buffer, accum.buffer.shape)
         self._dkv_accum, rest = floats[: accum.dkv_size], floats[accum.dkv_size :]
         self._dq_accum, semaphores = rest[: accum.dq_size], rest[accum.dq_size :]
         self._grad_semaphores = semaphores[accum.dq_semaphores :]
-        # The first partial sum of a claimed accumulator is stored; only semaphores have to be zero. Wide heads claim
-        # no dq.
-        stats, self._delta = _delta(plan, heads, rest if wide else semaphores)
+        # The first partial sum of a claimed accumulator is stored, so that only semaphores have to be zero.
+        # thd_attn_bwd_by_gradient_sm90 claims no accumulators of dq.
+        stats, self._delta = _delta(plan, heads, semaphores if tiles.dq is None else rest)
+        self._fixed = (self._dq_accum, *((semaphores, stats, plan.key_ranges) if tiles.dq is None else (stats,)))
 
-        self._fixed: tuple[Any, ...] = self._dq_accum, semaphores, stats, plan.key_ranges
-        if wide:
-            self._fixed = self._dq_accum, stats
         # The queries of a key are one range in trees too, so only the order of dq's partial sums needs to know them.
-        self._trees = trees_of(plan) if accum.deterministic and not wide else ()
-        self._kernel = self._main_kernel(row)
-        self._partials = partials_per_tile(plan)
-        in_parts = spec.in_parts and (wide or not accum.deterministic)
-        choices = _packs_of(accum.splits, plan)
-        self._mains = [[self._main(plan, orders, *choice) for choice in choices] for orders in _parts(plan, in_parts)]
-        keys = tiles.tile_n // tiles.blocks
-        self._boxes = tiles.tile_m, keys, keys, tiles.tile_m
+        self._trees = trees_of(plan) if in_order else ()
+        self._kernel = compiler.kernel(*tiles.kernel(
+            plan.head_dims, heads.dtype.name, spec.dq_dtype.name, spec.kv_dtype.name, accum.deterministic, spec.caps,
+            bool(self._trees)))
+        self._partials, choices = partials_per_tile(plan), _packs_of(accum.splits, plan)
+        self._mains = [[self._main(plan, orders, *choice) for choice in choices]
+                       for orders in _parts(plan, spec.in_parts and not in_order)]
+        self._boxes = _boxes(tiles.tile_m, tiles.tile_n // tiles.blocks)
         self._dq: Launch | None = None  # the launch of dq alone
         self._round_dq: Launch | None = None
-        if isinstance(tiles, BackwardByGradientSm90) and accum.deterministic:
-            self._dq_boxes = DQ_ROWS, tiles.dq_keys, tiles.dq_keys, DQ_ROWS
-            kernel = row.thd_attn_bwd_dq_sm90(heads.dtype.name, spec.dq_dtype.name, spec.caps, plan.has_trees)
-            self._dq = _dq_alone(row, kernel, heads, plan, stats)
-        elif wide:
+        if tiles.dq is not None and accum.deterministic:
+            self._dq, self._dq_boxes = _dq_alone(tiles.dq, spec, plan, stats), _boxes(tiles.dq.tile_m, tiles.dq.tile_n)
+        elif tiles.dq is not None:
             size = self._mains[0][0].fixed[-1]
             self._round_dq = Launch(
-                compiler.kernel(*row.thd_attn_round_dq_sm90(spec.dq_dtype.name)),
+                compiler.kernel(*instance("thd_attn_round_dq_sm90", spec.dq_dtype.name, heads.head_dim)),
                 (padded_rows(plan.local_rows) // 64, heads.num_heads), 128, (self._partials, size))
 
-    def _main_kernel(self, row: Tiles) -> compiler.Kernel:
-        """Return the kernel that makes dk and dv."""
-        spec, deterministic = self._spec, self._deterministic
-        dtype, dq_dtype, kv_dtype = spec.heads.dtype.name, spec.dq_dtype.name, spec.kv_dtype.name
-        if isinstance(row.backward_sm90, BackwardByGradientSm90):
-            return compiler.kernel(*row.thd_attn_bwd_by_gradient_sm90(
-                dtype, dtype if deterministic else dq_dtype, kv_dtype, not deterministic, spec.caps))
-        shared_dq = isinstance(row.backward_sm90, BackwardSharedDqSm90)
-        kernel = row.thd_attn_bwd_shared_dq_sm90 if shared_dq else row.thd_attn_bwd_sm90
-        return compiler.kernel(*kernel(dtype, dq_dtype, kv_dtype, deterministic, spec.caps, bool(self._trees)))
-
     def _main(self, plan: Plan, orders: Array, num_splits: int, packs: Any) -> Launch:
-        """Return a launch of that kernel for some tiles of keys; see _packs_of."""
-        gpu, heads = launch.this_gpu(), self._spec.heads
-        tiles = TILES[heads.head_dim, heads.v_head_dim].backward_sm90
+        """Return a launch of the kernel that makes dk and dv for some tiles of keys; see _packs_of."""
+        gpu, heads, tiles = launch.this_gpu(), self._spec.heads, TILES[plan.head_dims].backward_sm90
         stats_rows = padded_rows(plan.local_rows)
-        blocks, splits = 1 if self._deterministic else tiles.blocks, heads.num_kv_heads * num_splits
+        blocks, splits = 1 if self._accum.deterministic else tiles.blocks, heads.num_kv_heads * num_splits
         num_tiles = orders.shape[1] * tiles.blocks // blocks
         # Splits that add to the same rows at the same time wait for each other.
         short = scheduler.SHORT_UP_TO if num_splits == 1 else scheduler.LONG_FROM
-        in_order = self._deterministic and not isinstance(tiles, BackwardByGradientSm90)
         # Partial sums of a tile of queries come in turn: if these tiles are few, those of other heads come meanwhile.
-        together = max(1, gpu.multiprocessors * 64 // stats_rows) if in_order else tiles.together
+        together = max(1, gpu.multiprocessors * 64 // stats_rows) if self._in_order else tiles.together
         order, how = scheduler.schedule(gpu, plan, orders, splits, together, short)
-        if in_order:  # a block that waits for others finds them at work
+        if self._in_order:  # a block that waits for others finds them at work
             order = plan.memoize("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
         size = np.array((plan.local_rows, plan.key_rows, stats_rows, num_tiles, splits, *how, heads.group // num_splits,
-                         heads.group, heads.num_kv_heads, self._semaphore_rows, heads.row_heads), BACKWARD_SIZE)[()]
+                         heads.group, heads.num_kv_heads, self._accum.semaphore_rows, heads.row_heads),
+                        BACKWARD_SIZE)[()]
         grid = (blocks * min(gpu.multiprocessors // blocks, num_tiles * splits),)
         return Launch(self._kernel, grid, tiles.threads,
                       (*self._fixed, plan.query_ranges, self._partials, order, cupy.zeros(1, np.int32), packs, size,
@@ -266,15 +249,21 @@ class _Hopper:
             self._round_dq.launch_as(call.key, lambda: (call.dq, self._dq_accum, np.float32(call.softmax_scale)))
 
 
-def _dq_alone(row: Tiles, kernel: Instance, heads: Heads, plan: Plan, stats: Array) -> Launch:
+def _boxes(query_rows: int, key_rows: int) -> tuple[int, ...]:
+    """Return the rows of the boxes of q, k, v and dout."""
+    return query_rows, key_rows, key_rows, query_rows
+
+
+def _dq_alone(tiles: BackwardDqSm90, spec: _Spec, plan: Plan, stats: Array) -> Launch:
     """Return the launch of thd_attn_bwd_dq_sm90, which has the forward's tiles of queries and scheduler."""
-    gpu, orders, num_rows = launch.this_gpu(), plan.arrays.query_tiles, plan.local_rows
-    num_tiles = orders.shape[1]
-    order, how = scheduler.schedule(
-        gpu, plan, orders, heads.num_heads, max(heads.group, row.forward_sm90.together))
+    gpu, heads, orders, num_rows = launch.this_gpu(), spec.heads, plan.arrays.query_tiles, plan.local_rows
+    num_tiles, together = orders.shape[1], TILES[plan.head_dims].forward_sm90.together
+    order, how = scheduler.schedule(gpu, plan, orders, heads.num_heads, max(heads.group, together))
     size = np.array((num_rows, num_rows, padded_rows(num_rows), num_tiles, heads.num_heads, *how, 1, 1,
                      heads.num_heads, 0, heads.row_heads), BACKWARD_SIZE)[()]
-    return Launch(compiler.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * heads.num_heads),), 384,
+    kernel = compiler.kernel(*tiles.kernel(
+        plan.head_dims, heads.dtype.name, spec.dq_dtype.name, spec.caps, plan.has_trees))
+    return Launch(kernel, (min(gpu.multiprocessors, num_tiles * heads.num_heads),), tiles.threads,
                   (stats, plan.key_ranges, order, cupy.zeros(1, np.int32), np.int32(heads.group), size,
                    *trees_of(plan)))
 
@@ -295,16 +284,17 @@ def plan_backward(plan: Plan) -> None:
 
 def partials_per_tile(plan: Plan) -> Array:
     """Return the number of key tiles that add to dq of each query tile, (tiles,) int32."""
-    row = TILES[plan.head_dims]
+    tiles = TILES[plan.head_dims].backward_sm90
 
     def make() -> Array:
         numbers = launch.new(num_partials(plan))
+        kernel = compiler.kernel(*instance("thd_attn_count_partials_sm90", tiles.tile_n // 64, tiles.tile_m))
         # Not the plan, which keeps `count` for a refresh: it would keep itself.
         grid, args = (plan.arrays.key_tiles.shape[1],), (numbers, plan.query_ranges, np.int32(plan.key_rows))
 
         def count() -> None:
             numbers.fill(0)
-            compiler.kernel(*row.thd_attn_count_partials_sm90())(grid, 32, args)
+            kernel(grid, 32, args)
 
         plan.make(count)
         return numbers
@@ -316,29 +306,27 @@ class _Portable:
     """Launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
     def __init__(self, plan: Plan, spec: _Spec) -> None:
-        heads, (dtype, dq_dtype, kv_dtype) = spec.heads, (
-            x.name for x in (spec.heads.dtype, spec.dq_dtype, spec.kv_dtype))
-        gpu = launch.this_gpu()
-        row = TILES[heads.head_dim, heads.v_head_dim].on(gpu.arch)
-        accum, most = (dq_accum(plan, n, spec.deterministic) for n in (heads.num_heads, heads.most_heads))
-        self._dq_accum, self._kv_dtype = plan.workspace.array(most, accum.shape), spec.kv_dtype
+        gpu, heads, row = launch.this_gpu(), spec.heads, TILES[plan.head_dims]
+        dtype, dq_dtype, kv_dtype = (x.name for x in (heads.dtype, spec.dq_dtype, spec.kv_dtype))
+        self._dq_accum = group_array(plan, heads, lambda num_heads: dq_accum(plan, num_heads, spec.deterministic))
+        self._kv_dtype = spec.kv_dtype
         stats, self._delta = _delta(plan, heads, self._dq_accum)
         sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, padded_rows(plan.local_rows), heads.group)))
-        tiles = row.backward_for(gpu.shared_bytes)
-        main = compiler.kernel(*row.thd_attn_bwd(dtype, kv_dtype, not spec.deterministic, tiles, spec.caps))
+        tiles = scheduler.portable_backward(gpu, plan.head_dims)
+        main = compiler.kernel(*tiles.kernel(row.dims, dtype, kv_dtype, not spec.deterministic, spec.caps))
         key_ranges = plan.key_ranges if plan.has_masked_out_queries else launch.NONE
         self._mains = [[Launch(
             main, (orders.shape[1], heads.num_kv_heads), 32 * tiles.warps,
             (stats, self._dq_accum, key_ranges, plan.query_ranges, orders[1], *sizes))]
             for orders in _parts(plan, spec.in_parts)]
         self._dq = None if not spec.deterministic else Launch(
-            compiler.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype, spec.caps, plan.has_trees)),
+            compiler.kernel(*row.backward_dq.kernel(row.dims, dtype, dq_dtype, spec.caps, plan.has_trees)),
             (-(-plan.local_rows // row.backward_dq.tile_m), heads.num_heads), 32 * row.backward_dq.warps,
             (stats, plan.key_ranges, plan.query_ranges, *sizes, *trees_of(plan)))
         columns = heads.num_heads * heads.head_dim
-        self._round_dq = Launch(
-            compiler.kernel(*row.thd_attn_round_dq(dq_dtype)), (-(-(-(-plan.local_rows // 16) * columns) // 256),), 256,
-            (np.int32(plan.local_rows), np.int32(columns)))
+        threads = -(-plan.local_rows // 16) * columns
+        self._round_dq = Launch(compiler.kernel(*instance("thd_attn_round_dq", dq_dtype)), (-(-threads // 256),), 256,
+                                (np.int32(plan.local_rows), np.int32(columns)))
 
     def new_dk_dv(self, k: Array, v: Array) -> Sequence[Array]:
         """Return arrays for dk and dv."""
@@ -387,12 +375,11 @@ def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, An
 
 def _delta(plan: Plan, heads: Heads, cleared: Array) -> tuple[Array, Launch]:
     """Return stats and the launch that fills it and sets `cleared` to zero; see thd_attn_delta."""
-    row, num_rows, stats_rows = TILES[heads.head_dim, heads.v_head_dim], plan.local_rows, padded_rows(plan.local_rows)
-    declared, most = (statistics(plan, n) for n in (heads.num_heads, heads.most_heads))
-    stats = plan.workspace.array(most, declared.shape)
+    num_rows, stats_rows = plan.local_rows, padded_rows(plan.local_rows)
+    stats = group_array(plan, heads, lambda num_heads: statistics(plan, num_heads))
     blocks = -(-stats_rows * heads.num_heads * lanes_of(heads.v_head_dim) // 256)
     return stats, Launch(
-        compiler.kernel(*row.thd_attn_delta(heads.dtype.name)), (blocks,), 256,
+        compiler.kernel(*instance("thd_attn_delta", heads.dtype.name, heads.v_head_dim)), (blocks,), 256,
         (plan.key_ranges, stats, cleared, np.uint64(-(-cleared.size // 4)),
          *map(np.int32, (num_rows, stats_rows, heads.num_heads, heads.row_heads))))
 

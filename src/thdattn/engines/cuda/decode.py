@@ -11,11 +11,9 @@ from thdattn.engines.cuda.launch import Array, Gpu, Launch
 from thdattn.engines.cuda.softcap import kind_of, logits_of
 from thdattn.jit import compiler
 from thdattn.kernels.configs import TILES
-from thdattn.kernels.instances import CACHE_KERNELS, Kind
+from thdattn.kernels.instances import Kind
 from thdattn.kv_cache import KVCache
 from thdattn.plan.plan import Plan
-
-_APPEND, _FILL = CACHE_KERNELS
 
 
 def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
@@ -29,13 +27,13 @@ def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
 def _append(new_rows: int, cache: KVCache) -> tuple[Array, Launch]:
     key_ranges = launch.empty((cache.num_texts * new_rows, 2), np.int32)
     fixed = cache.lengths, key_ranges, *map(np.int32, (new_rows, cache.capacity, *cache.window))
-    return key_ranges, Launch(compiler.kernel(_APPEND), (cache.num_texts,), 256, fixed, early=True)
+    return key_ranges, Launch(compiler.kernel("thd_cache_append"), (cache.num_texts,), 256, fixed, early=True)
 
 
 def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
     """Copy sequence i of a pack to sequence i of the cache; see reference.cache_fill."""
     num_seqs, lengths = plan.key_batch.num_seqs, plan.arrays.lengths
-    compiler.kernel(_FILL)(
+    compiler.kernel("thd_cache_fill")(
         (-(-max(len(k), num_seqs) // 8),), 256,
         (cache.k, k, _words(k), cache.v, v, _words(v), cache.lengths, *plan.arrays.offsets[-1],
          launch.NONE if lengths is None else lengths.wrong, *map(np.int32, (num_seqs, len(k), cache.capacity))),
@@ -67,13 +65,13 @@ def attn_decode(
 def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind) -> tuple[Array, Launch]:
     """Return lse, which a replayed graph writes although no caller of decode holds it, and the launch."""
     *_, num_kv_heads, head_dim = cache.k.shape
-    row, group = TILES[head_dim, cache.v.shape[3]], num_heads // num_kv_heads
-    chosen = row.decode
+    dims, group = (head_dim, cache.v.shape[3]), num_heads // num_kv_heads
+    chosen = TILES[dims].decode
     blocks = num_kv_heads * -(-group // chosen.heads)  # of a row and part
     splits = chosen.splits(gpu.multiprocessors, num_rows * blocks, cache.longest_range)
     num_partials = num_rows * blocks * splits * min(group, chosen.heads) if splits > 1 else 0
-    fixed = (launch.empty((num_partials, cache.v.shape[3]), np.float32), launch.empty((num_partials, 2), np.float32),
+    fixed = (launch.empty((num_partials, dims[1]), np.float32), launch.empty((num_partials, 2), np.float32),
              cupy.zeros(num_rows * blocks, np.uint32), np.int32(group))
-    kernel = compiler.kernel(*row.thd_attn_decode(cache.k.dtype.name, kind))
+    kernel = compiler.kernel(*chosen.kernel(dims, cache.k.dtype.name, kind))
     lse = launch.empty((num_heads, num_rows), np.float32)
     return lse, Launch(kernel, (num_rows, blocks, splits), 32 * chosen.warps, fixed, early=True)

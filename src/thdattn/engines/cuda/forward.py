@@ -13,11 +13,11 @@ from thdattn.engines.cuda import launch, scheduler
 from thdattn.engines.cuda.launch import Array, Heads, Launch, heads_of
 from thdattn.engines.cuda.plan import nan_if_invalid, parts_of, trees_of
 from thdattn.engines.cuda.softcap import kind_of, logits_of
-from thdattn.engines.cuda.workspace import kv_partials, kv_splits, max_logits
+from thdattn.engines.cuda.workspace import group_array, kv_partials, kv_splits, max_logits
 from thdattn.jit import compiler
 from thdattn.jit.structs import FORWARD_SIZE, KV_PARTIALS
-from thdattn.kernels.configs import TILES
-from thdattn.kernels.instances import Kind
+from thdattn.kernels.configs import Forward, ForwardSm90
+from thdattn.kernels.instances import Kind, instance
 from thdattn.plan.plan import Plan
 
 
@@ -82,73 +82,51 @@ class _Spec(NamedTuple):
 
 def _launches(plan: Plan, spec: _Spec) -> tuple[list[Launch], tuple[int, ...], Array]:
     """Return the launches, the rows of the boxes of their tensor maps (none: pointers), and the logits of tiles."""
-    gpu, heads = launch.this_gpu(), spec.heads
-    row = TILES[heads.head_dim, heads.v_head_dim]
-    logits, most = (max_logits(plan, n) for n in (heads.num_heads, heads.most_heads))
-    of_tiles = plan.workspace.array(most, logits.shape)
-    orders = plan.arrays.query_tiles
-    parts = parts_of(plan, 0) if spec.in_parts else [orders]
-    if gpu.sm90:
-        keys = row.forward_sm90.keys(spec.kind)
-        return _hopper(plan, spec, parts, of_tiles), (row.forward_sm90.tile_m, keys, keys), of_tiles
-    return _portable(plan, spec, parts, of_tiles), (), of_tiles
-
-
-def _portable(plan: Plan, spec: _Spec, parts: list[Array], of_tiles: Array) -> list[Launch]:
-    """Return a launch of thd_attn_fwd for each part of the tiles."""
-    gpu, heads = launch.this_gpu(), spec.heads
-    heads = heads._replace(row_heads=sum(heads.groups) * heads.group)  # q may be a copy of some heads of the layer
-    row = TILES[plan.head_dims].on(gpu.arch)
-    tiles = row.forward_for(gpu.shared_bytes)
-    splits = _splits_keys(plan, spec, heads.row_heads)
-    kernel = compiler.kernel(*row.thd_attn_fwd(
-        heads.dtype.name, spec.out_dtype, tiles, spec.kind, splits, plan.has_trees))
-    sizes = tuple(map(np.int32, (plan.local_rows, plan.key_rows, heads.group)))
-    query_ranges = plan.query_ranges if plan.has_unseen_keys else launch.NONE
-
-    def launch_of(order: Array) -> Launch:
-        blocks, partials = len(order), _WHOLE
-        if splits:
-            most = scheduler.most_kv_splits(gpu, plan.num_tiles[0], heads.row_heads)
-            blocks += most if blocks else 0
-            order, partials = _split_keys(plan, order, heads)
-        return Launch(kernel, (blocks, heads.num_heads), 32 * tiles.warps,
-                      (of_tiles, plan.key_ranges, query_ranges, order, *sizes, partials, *trees_of(plan)))
-
-    return [launch_of(orders[1]) for orders in parts]
-
-
-def _splits_keys(plan: Plan, spec: _Spec, layer_heads: int) -> bool:
-    """Tell if the keys of query tiles may be divided. Kernels with capped logits spill registers beside split keys."""
-    gpu = launch.this_gpu()
+    gpu, heads, kind = launch.this_gpu(), spec.heads, spec.kind
     tiles = scheduler.forward_tiles(gpu, plan.head_dims)
-    return not spec.accumulate and not spec.kind.caps and scheduler.splits_keys(gpu, tiles, plan, layer_heads)
+    # Kernels with capped logits spill registers beside split keys.
+    splits = (not spec.accumulate and not kind.caps
+              and scheduler.splits_keys(gpu, tiles, plan, heads.layer_heads))
+    kernel = compiler.kernel(*tiles.kernel(
+        plan.head_dims, heads.dtype.name, spec.out_dtype, kind, splits, plan.has_trees))
+    of_tiles = group_array(plan, heads, lambda num_heads: max_logits(plan, num_heads))
+    make: Callable[..., Launch] = _portable if isinstance(tiles, Forward) else _hopper
+    parts = parts_of(plan, 0) if spec.in_parts else [plan.arrays.query_tiles]
+    boxes = () if isinstance(tiles, Forward) else (tiles.tile_m, tiles.keys(kind), tiles.keys(kind))
+    return [make(plan, heads, kernel, tiles, splits, of_tiles, orders) for orders in parts], boxes, of_tiles
 
 
-def _hopper(plan: Plan, spec: _Spec, parts: list[Array], of_tiles: Array) -> list[Launch]:
-    """Return a launch of thd_attn_fwd_sm90 for each part of the tiles."""
-    gpu, heads = launch.this_gpu(), spec.heads
-    row = TILES[plan.head_dims]
-    tiles = row.forward_sm90
-    splits = _splits_keys(plan, spec, heads.row_heads)
-    kernel = compiler.kernel(*row.thd_attn_fwd_sm90(
-        heads.dtype.name, spec.out_dtype, spec.kind, splits, plan.has_trees))
-    together = max(heads.group, tiles.together)
+def _portable(
+    plan: Plan, heads: Heads, kernel: compiler.Kernel, tiles: Forward, splits: bool, of_tiles: Array, orders: Array
+) -> Launch:
+    """Return the launch of thd_attn_fwd for some tiles."""
+    gpu, order, partials = launch.this_gpu(), orders[1], _WHOLE
+    blocks = len(order)
+    if splits:
+        blocks += scheduler.most_kv_splits(gpu, plan.num_tiles[0], heads.layer_heads) if blocks else 0
+        order, partials = _split_keys(plan, order, heads)
+    sizes = map(np.int32, (plan.local_rows, plan.key_rows, heads.group))
+    query_ranges = plan.query_ranges if plan.has_unseen_keys else launch.NONE
+    return Launch(kernel, (blocks, heads.num_heads), 32 * tiles.warps,
+                  (of_tiles, plan.key_ranges, query_ranges, order, *sizes, partials, *trees_of(plan)))
 
-    def launch_of(orders: Array) -> Launch:
-        num_tiles, how = orders.shape[1], (1, heads.num_heads)
-        if splits:
-            order, partials = _split_keys(plan, orders[1], heads)
-            blocks = gpu.multiprocessors if num_tiles else 0
-        else:
-            (order, how), partials = scheduler.schedule(gpu, plan, orders, heads.num_heads, together), _WHOLE
-            blocks = min(gpu.multiprocessors, num_tiles * heads.num_heads)
-        size = np.array(
-            (plan.local_rows, num_tiles, heads.num_heads, heads.group, *how, heads.row_heads), FORWARD_SIZE)[()]
-        return Launch(kernel, (blocks,), 128 * (1 + tiles.consumers),
-                      (of_tiles, plan.key_ranges, order, cupy.zeros(1, np.int32), partials, size, *trees_of(plan)))
 
-    return [launch_of(orders) for orders in parts]
+def _hopper(
+    plan: Plan, heads: Heads, kernel: compiler.Kernel, tiles: ForwardSm90, splits: bool, of_tiles: Array, orders: Array
+) -> Launch:
+    """Return the launch of thd_attn_fwd_sm90 for some tiles."""
+    gpu, num_tiles, how, partials = launch.this_gpu(), orders.shape[1], (1, heads.num_heads), _WHOLE
+    if splits:
+        order, partials = _split_keys(plan, orders[1], heads)
+        blocks = gpu.multiprocessors if num_tiles else 0
+    else:
+        together = max(heads.group, tiles.together)
+        order, how = scheduler.schedule(gpu, plan, orders, heads.num_heads, together)
+        blocks = min(gpu.multiprocessors, num_tiles * heads.num_heads)
+    size = np.array(
+        (plan.local_rows, num_tiles, heads.num_heads, heads.group, *how, heads.row_heads), FORWARD_SIZE)[()]
+    return Launch(kernel, (blocks,), 128 * (1 + tiles.consumers),
+                  (of_tiles, plan.key_ranges, order, cupy.zeros(1, np.int32), partials, size, *trees_of(plan)))
 
 
 _WHOLE = np.zeros((), KV_PARTIALS)[()]
@@ -159,17 +137,15 @@ def _split_keys(plan: Plan, order: Array, heads: Heads) -> tuple[Array, Any]:
 
     The number of splits follows from all tiles of the plan and all heads of the layer, of which a launch has some.
     """
-    every, layer_heads = plan.arrays.query_tiles[1], heads.row_heads
-    gpu, row = launch.this_gpu(), TILES[plan.head_dims]
+    every, layer_heads, gpu = plan.arrays.query_tiles[1], heads.layer_heads, launch.this_gpu()
     tiles = scheduler.forward_tiles(gpu, plan.head_dims)
-    declared, most = (kv_partials(plan, layer_heads, n) for n in (heads.num_heads, heads.most_heads))
-    partials = plan.workspace.array(most, declared.shape)
+    partials = group_array(plan, heads, lambda num_heads: kv_partials(plan, layer_heads, num_heads))
     arrived = plan.memoize(
         ("arrived", partials.shape), lambda: cupy.zeros(len(partials) * tiles.warps, np.uint32))
     splits = launch.new(kv_splits(plan, layer_heads, heads.num_heads, len(order)))
     args = splits, plan.key_ranges, order, every, *map(np.int32, (
         plan.local_rows, len(order), len(every), layer_heads, gpu.multiprocessors * tiles.per_multiprocessor,
         scheduler.most_kv_splits(gpu, len(every), layer_heads)))
-    plan.make(lambda: compiler.kernel(*row.thd_attn_split_kv(tiles))((1,), 1024, args))
+    kernel = compiler.kernel(*instance("thd_attn_split_kv", tiles.tile_m, tiles.tile_n))
+    plan.make(lambda: kernel((1,), 1024, args))
     return splits, np.array((partials.data.ptr, arrived.data.ptr), KV_PARTIALS)[()]
-

@@ -213,6 +213,11 @@ class Heads(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
     @property
+    def layer_heads(self) -> int:
+        """Query heads of all groups that share work buffers."""
+        return sum(self.groups) * self.group
+
+    @property
     def most_heads(self) -> int:
         """Query heads of the largest of the groups that share work buffers."""
         return max(self.groups) * self.group

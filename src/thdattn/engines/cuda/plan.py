@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cupy
-import cupyx
 import numpy as np
 
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
+from thdattn.engines.cuda.lengths import DeviceLengths
 from thdattn.jit import compiler
 from thdattn.jit.structs import TREES
 from thdattn.kernels.configs import BEHIND_KEYS, TREE_GROUP
-from thdattn.kernels.instances import PLAN_KERNELS, TREE_PLAN_KERNELS
 from thdattn.packing import PackedBatch
-from thdattn.plan.generations import renew
 from thdattn.plan.key_transfers import Pieces, all_rows, needed_rows, split_key_side
 from thdattn.plan.node_table import node_table
 from thdattn.plan.plan import Plan, PlanArrays
 from thdattn.plan.workspace import INT32, Buffer
-from thdattn.sharding import Sharding
 
 NAN_BLOCKS = 64  # of 256 threads, which end at once if the lengths are right
 _ORDER_INTS = 5  # ints of a tile: its places in two orders, and three for its cost
-_CHECK, _ROWS, _RUNS, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _PAIRS, _NAN_IF_INVALID = PLAN_KERNELS
-_TREE_POSITIONS, _TREE_RANGES, _TREE_ENDS, _TREE_ORDER = TREE_PLAN_KERNELS
 
 
 def plan_arrays(plan: Plan, lengths: DeviceLengths | None = None) -> PlanArrays:
@@ -140,151 +132,6 @@ def _leave(stream: Any, made_on: Any) -> None:
         made_on.wait_event(stream.record())
 
 
-class DeviceLengths:
-    """Lengths on the GPU, checked there by thd_plan_check.
-
-    Wrong lengths are planned as sequences without rows, and nan_if_invalid makes all results NaN. The host learns of
-    them at once if it waits. Otherwise it reads memory that the kernel writes, whenever it checks next.
-
-    Attributes:
-        sharding, key_batch: those of the plan.
-        checked: (2, 2, num_seqs + 1) int32, cu_seqlens and cu_seqlens_padded of queries and keys, all 0 if wrong.
-        wrong: (1,) int32, 1 if wrong.
-        generation: changes with every refresh of the lengths; see thdattn.plan.generations.
-        made_in: number of the capture of the CUDA graph that makes the plan; None: made outside of captures.
-    """
-
-    def __init__(self, sharding: Sharding, key_batch: PackedBatch) -> None:
-        self.sharding, self.key_batch = sharding, key_batch
-        batch, keys = sharding.batch, key_batch
-        self._made: list[Callable[[], None]] = []  # launches of every graph that makes the plan
-        self._late: dict[Callable[[], None], int | None] = {}  # other launches, with the capture that ran them last
-        self._of_graphs: dict[int | None, list[Callable[[], None]]] = {}  # by capture, launches of that graph alone
-        self.made_in, self._was_captured = launch.capture(), False
-        # A replayed graph reads the offsets and writes the arrays below, so this object keeps them all.
-        self._offsets = [self._followed(name, x) for lengths in (batch, keys) for name, x in (
-            ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
-        made = launch.empty((4 * (batch.num_seqs + 1) + 1,), np.int32)
-        self.wrong = made[-1:]
-        self.generation: Any = None
-        renew(self)
-        self.checked = made[:-1].reshape(2, 2, -1)
-        self._notice = notice = _Notice()
-        sizes = map(np.int32, (batch.num_seqs, batch.total_rows, keys.total_rows, sharding.multiple))
-        args = made, self.wrong, np.uint64(notice.place.ctypes.data), *self._offsets, *sizes
-        self.make(lambda: compiler.kernel(_CHECK)((1,), 1024, (*args, notice.of_next_check())))
-
-    def _followed(self, name: str, x: Any) -> Array:
-        """Return offsets that the kernel can read: of strided ones a copy, which every refresh repeats."""
-        x = launch.in_place(name, x)
-        if x.flags.c_contiguous:
-            return x
-        copied = launch.empty(x.shape, x.dtype)
-        self.make(lambda: cupy.copyto(copied, x))
-        return copied
-
-    def make(self, launches: Callable[[], None]) -> None:
-        """Run `launches`, which derive a part of the plan from the lengths, now and at every make_again or replay.
-
-        In the capture of another graph than the one that makes the plan, they serve that graph alone; see Plan.memoize.
-        """
-        launches()
-        now = launch.capture()
-        if now not in (None, self.made_in):
-            self._of_graphs.setdefault(now, []).append(launches)
-        elif not self._was_captured and now == self.made_in:
-            self._made.append(launches)
-        else:
-            self._late[launches] = now
-
-    def make_again(self) -> None:
-        """Make the whole plan again, in the same arrays, from the lengths that the GPU has now."""
-        now = launch.capture()
-        self._was_captured |= now is not None
-        for launches in [*self._made, *self._of_graphs.get(now, ())]:
-            launches()
-        self._late = dict.fromkeys(self._late)
-        self.follow()
-
-    def follow(self) -> None:
-        """Repeat the launches that a graph lacks although it makes the plan, for the lengths of its last replay.
-
-        A capture runs them once, because only make_again changes the plan in between.
-        """
-        if not self._late:
-            return
-        now = launch.capture()
-        for launches, made_in in self._late.items():
-            if now is None or made_in != now:
-                launches()
-                self._late[launches] = now
-
-    def are_right(self) -> bool:
-        """Return whether the host knows that the next launch finds right lengths; False while a graph is captured."""
-        return self._notice.says_right() and not cupy.cuda.get_current_stream().is_capturing()
-
-    def check(self, wait: bool) -> None:
-        """Raise a ValueError if the lengths are wrong. wait: wait for the GPU, else use the host's last notice."""
-        if wait:
-            wrong = bool(self.wrong.get()[0])
-        else:
-            wrong = self._notice.says_wrong() and not cupy.cuda.get_current_stream().is_capturing()
-        if not wrong:
-            return
-        remedy = "results of the plan are NaN; make a plan from right lengths"
-        try:  # host checks of copied offsets name the sequence, the requirement and the remedy
-            offsets, sharding = [x.get() for x in self._offsets], self.sharding
-            batch = PackedBatch(*offsets[:2], total_rows=sharding.batch.total_rows)
-            Sharding(batch, sharding.cp_size, sharding.strategy)
-            PackedBatch(*offsets[2:], total_rows=self.key_batch.total_rows)
-        except ValueError as error:
-            raise ValueError(f"lengths on the GPU were planned that are wrong: {error}; {remedy}") from None
-        raise ValueError(f"lengths on the GPU were wrong when they were planned, and have changed since; {remedy}")
-
-
-class _Notice:
-    """Result of the last check of lengths, which the GPU writes to host memory.
-
-    place: (1,) uint64 of _notices. It becomes the check's number for wrong lengths, its complement for right ones.
-    in_graph: a CUDA graph checks the lengths, and the host does not know of its replays.
-    """
-
-    def __init__(self) -> None:
-        notices, self.serial, self.in_graph = _notices(), next(_serials), False
-        self.place = notices[self.serial % len(notices) :][:1]
-
-    def of_next_check(self) -> np.uint64:
-        """Return the number of the next check; after a captured check it stays the same, as replays repeat it."""
-        if not self.in_graph:
-            self.serial = next(_serials)
-        self.in_graph |= cupy.cuda.get_current_stream().is_capturing()
-        return np.uint64(self.serial)
-
-    def says_wrong(self) -> bool:
-        return int(self.place[0]) == self.serial
-
-    def says_right(self) -> bool:
-        return not self.in_graph and int(self.place[0]) == 2**64 - 1 - self.serial
-
-
-_serials = itertools.count(1)
-_allocating = threading.Lock()
-
-
-def _notices() -> Any:
-    """Return host memory that GPUs write to, 512 places that plans use in turn.
-
-    The memory is never freed, because a kernel may write to it after its plan is freed.
-    """
-    with _allocating:  # simulated ranks are threads
-        return _pinned()
-
-
-@functools.cache
-def _pinned() -> Any:
-    return cupyx.zeros_pinned((512,), np.uint64)
-
-
 class _Rows(NamedTuple):
     """Arrays that plans of a rank share, whatever their masks: fields of PlanArrays."""
 
@@ -313,12 +160,13 @@ def _rows(plan: Plan, offsets: Array, lengths: DeviceLengths | None = None) -> _
         by_runs = _table(all_rows(sharding))
     sizes = map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, local_rows, sharding.multiple > 1,
                            num_rows, order.size))
-    _make(lengths, _ROWS, (_blocks(order.size),), (order, positions, valid, offsets[0], wrong, *by_runs, *sizes))
+    _make(lengths, "thd_plan_rows", (_blocks(order.size),), (
+        order, positions, valid, offsets[0], wrong, *by_runs, *sizes))
     rows, nodes = order[cp_rank * local_rows :][:local_rows], plan.batch.node_table
     if plan.batch.trees is not None:
         nodes = cupy.asarray(node_table(plan.batch))
     if nodes is not None:
-        _make(lengths, _TREE_POSITIONS, (_blocks(local_rows),), (
+        _make(lengths, "thd_plan_tree_positions", (_blocks(local_rows),), (
             positions, rows, nodes, *map(np.int32, (nodes.shape[1], local_rows))))
     return _Rows(offsets, rows, positions, valid, order, nodes)
 
@@ -341,7 +189,7 @@ def _key_side(plan: Plan, rows: _Rows, lengths: DeviceLengths | None) -> dict[st
         needed = needed_rows(plan.sharding, plan.window)
         table = _table(needed.key_side(plan.cp_rank, plan.sharding.capacity).pieces)
     made = launch.new(plan_buffers(plan)["key_side"])
-    _make(lengths, _RUNS, (_blocks(made.size),), (made, *table, np.int32(made.size)))
+    _make(lengths, "thd_plan_runs", (_blocks(made.size),), (made, *table, np.int32(made.size)))
     arrays = split_key_side(made, plan.key_side_sizes)
     return {**arrays, "returns": arrays["returns"].reshape(plan.cp_size, plan.local_rows)}
 
@@ -355,17 +203,17 @@ def _arrays(plan: Plan, rows: _Rows, lengths: DeviceLengths | None = None) -> Pl
              rows.offsets[0], rows.offsets[-1])
     key_ranges, query_ranges = ranges = [launch.new(declared[field]) for field in ("key_ranges", "query_ranges")]
     wrong = launch.NONE if lengths is None else lengths.wrong
-    _make(lengths, _RANGES, (_blocks(max(sides)), 2), (
+    _make(lengths, "thd_plan_ranges", (_blocks(max(sides)), 2), (
         *ranges, *there, wrong, *map(np.int32, (num_seqs, *sides, *plan.window))))
     of_trees = _tree_arrays(plan, rows.nodes, ranges, there[:2], lengths)
 
     made = [launch.new(declared[field]) for field in ("query_tiles", "key_tiles")]
     grid = _blocks(32 * max(num_tiles)), 2
-    _make(lengths, _TILE_COST, grid, (
+    _make(lengths, "thd_plan_tile_cost", grid, (
         *made, *ranges, *there, *map(np.int32, (num_seqs, *sides, *tiles))))
-    _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, (*num_tiles, *sides))))
+    _make(lengths, "thd_plan_tile_order", grid, (*made, *map(np.int32, (*num_tiles, *sides))))
     if of_trees:
-        _make(lengths, _TREE_ORDER, grid, (*made, *map(np.int32, num_tiles)))
+        _make(lengths, "thd_plan_tree_order", grid, (*made, *map(np.int32, num_tiles)))
     query_tiles, key_tiles = (x[: 2 * num].reshape(2, num) for x, num in zip(made, num_tiles, strict=True))
     in_order = rows.all_rows[: plan.cp_size * plan.local_rows]  # without the rows that only keys have
     return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
@@ -386,9 +234,9 @@ def _tree_arrays(
     declared, sides = plan_buffers(plan), (plan.local_rows, plan.key_rows)
     made = {field: launch.new(declared[field]) for field in ("query_ends", "group_ends", "group_begins")}
     num_groups, num_ends = len(made["group_begins"]), len(made["query_ends"])
-    _make(lengths, _TREE_RANGES, (_blocks(max(plan.local_rows, num_ends)), 2), (
+    _make(lengths, "thd_plan_tree_ranges", (_blocks(max(plan.local_rows, num_ends)), 2), (
         made["query_ends"], *ranges, *rows, nodes, *map(np.int32, (nodes.shape[1], *sides, num_ends))))
-    _make(lengths, _TREE_ENDS, (_blocks(32 * num_groups),), (
+    _make(lengths, "thd_plan_tree_ends", (_blocks(32 * num_groups),), (
         *made.values(), ranges[1], *map(np.int32, (plan.key_rows, num_groups))))
     return made
 
@@ -429,7 +277,8 @@ def split_tiles(tiles: Array, second: Array, num_first: int, lengths: DeviceLeng
     """
     count = tiles.shape[1]
     made = launch.empty((2 * count,), np.int32)
-    _make(lengths, _PARTS, (_blocks(32 * count), 2), (made, tiles, second, *map(np.int32, (count, num_first))))
+    _make(lengths, "thd_plan_parts", (_blocks(32 * count), 2), (
+        made, tiles, second, *map(np.int32, (count, num_first))))
     return [made[: 2 * num_first].reshape(2, num_first), made[2 * num_first :].reshape(2, count - num_first)]
 
 
@@ -438,7 +287,7 @@ def pairs_of(plan: Plan) -> Array:
 
     def make() -> Array:
         pairs, args = launch.empty((1,), np.uint64), (plan.key_ranges, np.int32(plan.local_rows))
-        plan.make(lambda: compiler.kernel(_PAIRS)((1,), 1024, (pairs, *args)))
+        plan.make(lambda: compiler.kernel("thd_plan_pairs")((1,), 1024, (pairs, *args)))
         return pairs
 
     return plan.memoize("pairs", make)
@@ -459,7 +308,7 @@ def nan_if_invalid(plan: Plan, *results: Array) -> None:
     lengths = plan.arrays.lengths
     if lengths is None or lengths.are_right():
         return
-    kernel, grid = compiler.kernel(_NAN_IF_INVALID), (NAN_BLOCKS,)
+    kernel, grid = compiler.kernel("thd_plan_nan_if_invalid"), (NAN_BLOCKS,)
     run = plan.memoize("nan_if_invalid", lambda: Launch(kernel, grid, 256, (lengths.wrong,), early=True))
     for i in range(0, len(results), 3):
         three = results[i : i + 3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from thdattn.engines.cuda.launch import Array, Gpu
-from thdattn.kernels.configs import MAX_KV_SPLITS, TILES, Forward, ForwardSm90
+from thdattn.kernels.configs import MAX_KV_SPLITS, TILES, Backward, Dims, Forward, ForwardSm90
 from thdattn.plan.plan import Plan
 from thdattn.plan.ranges import FEW_SEQUENCES
 
@@ -16,10 +16,15 @@ FEW_QUERIES = 256  # of all sequences: loading keys then takes longer than all e
 FEW_WAVES, KV_SPLITS = 2, 3  # query tiles of all heads, and their KV splits, per multiprocessor
 
 
-def forward_tiles(gpu: Gpu, head_dims: tuple[int, int]) -> Forward | ForwardSm90:
+def forward_tiles(gpu: Gpu, dims: Dims) -> Forward | ForwardSm90:
     """Return the tile sizes of a GPU's forward."""
-    row = TILES[head_dims]
+    row = TILES[dims]
     return row.forward_sm90 if gpu.sm90 else row.on(gpu.arch).forward_for(gpu.shared_bytes)
+
+
+def portable_backward(gpu: Gpu, dims: Dims) -> Backward:
+    """Return the tile sizes of thd_attn_bwd on a GPU."""
+    return TILES[dims].on(gpu.arch).backward_for(gpu.shared_bytes)
 
 
 def splits_keys(gpu: Gpu, tiles: Forward | ForwardSm90, plan: Plan, num_heads: int) -> bool:

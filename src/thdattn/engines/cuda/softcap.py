@@ -16,7 +16,7 @@ from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array
 from thdattn.jit import compiler
 from thdattn.jit.structs import LOGITS
-from thdattn.kernels.instances import Kind, sinks_grad_kernel
+from thdattn.kernels.instances import Kind, instance
 
 LOG2E = math.log2(math.e)
 
@@ -99,6 +99,6 @@ def sinks_grad(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
     parts = max(1, min(num_rows // SINKS_ROWS, SINKS_BLOCKS // num_heads))
     # One array holds the gradient, then partial sums, so that these live as long as a replayed graph writes them.
     made = launch.empty((1 + parts, num_heads), np.float32)
-    kernel = compiler.kernel(*sinks_grad_kernel(out.dtype.name, v_head_dim))
+    kernel = compiler.kernel(*instance("thd_attn_sinks_grad", out.dtype.name, v_head_dim))
     kernel((num_heads, parts), 256, (out, dout, lse, sinks, made[1:], np.int32(num_rows)))
     return cupy.sum(made[1:], axis=0, out=made[0])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thdattn.engines.cuda import launch, scheduler
-from thdattn.kernels.configs import STATS_ROWS, TILES, BackwardByGradientSm90
+from thdattn.engines.cuda.launch import Array, Heads
+from thdattn.kernels.configs import STATS_ROWS, TILES
 from thdattn.plan.memory import Layer
 from thdattn.plan.owners import partials_of_keys
 from thdattn.plan.plan import Plan
@@ -32,6 +34,14 @@ def forward_buffers(plan: Plan, layer: Layer) -> list[Buffer]:
     return made
 
 
+def group_array(plan: Plan, heads: Heads, declare: Callable[[int], Buffer]) -> Array:
+    """Return a call's work buffer, which is the beginning of that of its largest group of heads.
+
+    declare: returns the buffer of so many query heads.
+    """
+    return plan.workspace.array(declare(heads.most_heads), declare(heads.num_heads).shape)
+
+
 def max_logits(plan: Plan, num_heads: int) -> Buffer:
     """Declare the largest logits of every tile, head and warp."""
     warps = scheduler.forward_tiles(launch.this_gpu(), plan.head_dims).warps
@@ -44,9 +54,9 @@ def kv_partials(plan: Plan, layer_heads: int, num_heads: int) -> Buffer:
     Args:
         layer_heads: query heads of the layer, of which num_heads are computed at a time.
     """
-    tiles = scheduler.forward_tiles(launch.this_gpu(), plan.head_dims)
-    shape = _most_kv_splits(plan, layer_heads) * num_heads, TILES[plan.head_dims].partial_floats(tiles)
-    return Buffer("partial results of tiles", shape, FLOAT32)
+    tile_m = scheduler.forward_tiles(launch.this_gpu(), plan.head_dims).tile_m
+    floats = tile_m * (plan.head_dims[1] + 4)  # of a split and head, kPartialQuads of kernels/split_kv.cuh
+    return Buffer("partial results of tiles", (_most_kv_splits(plan, layer_heads) * num_heads, floats), FLOAT32)
 
 
 def kv_splits(plan: Plan, layer_heads: int, num_heads: int, num_tiles: int) -> Buffer:
@@ -74,7 +84,7 @@ def backward_buffers(plan: Plan, layer: Layer, sum_dtype: np.dtype[Any], where: 
     options = SumOptions(sum_dtype, layer.deterministic, where)
     accum = largest_accum(plan, layer.groups, layer.num_heads // layer.num_kv_heads, options)
     made += [accum.buffer, num_partials(plan)]
-    if accum.deterministic and not isinstance(TILES[plan.head_dims].backward_sm90, BackwardByGradientSm90):
+    if accum.deterministic and TILES[plan.head_dims].backward_sm90.dq is None:
         made.append(Buffer("order of tiles", plan.num_tiles[1:], INT32))
     if plan.has_masked_out_queries and plan.leading_tokens is None:
         made += pair_of(WITHOUT_PADDING, (rows, num_heads), plan.head_dims, layer.dtype)
@@ -123,8 +133,8 @@ class Accum(NamedTuple):
 def accum_of(plan: Plan, num_heads: int, num_kv_heads: int, options: SumOptions) -> Accum:
     """Return the accumulators of a call with these heads."""
     tiles, num_tiles, (head_dim, v_head_dim) = TILES[plan.head_dims].backward_sm90, plan.num_tiles[1], plan.head_dims
-    stats_rows, wide = padded_rows(plan.local_rows), isinstance(tiles, BackwardByGradientSm90)
-    deterministic = options.deterministic or (not wide and num_tiles > MAX_PARTIALS)
+    stats_rows = padded_rows(plan.local_rows)
+    deterministic = options.deterministic or (tiles.dq is None and num_tiles > MAX_PARTIALS)
     splits = [(1, math.inf)]
     if not deterministic:
         group = num_heads // num_kv_heads
@@ -135,7 +145,7 @@ def accum_of(plan: Plan, num_heads: int, num_kv_heads: int, options: SumOptions)
         adds_elsewhere = options.where == "made"
     dkv_size = plan.key_rows * num_kv_heads * (head_dim + v_head_dim) if adds_elsewhere else 0
     dq_semaphores, semaphore_rows = stats_rows // 64 * num_heads, num_tiles * tiles.tile_n // 16
-    dq_size = 0 if wide and deterministic else stats_rows * num_heads * head_dim
+    dq_size = 0 if tiles.dq and deterministic else stats_rows * num_heads * head_dim
     return Accum(deterministic, splits, dkv_size, dq_size, dq_semaphores,
                  semaphore_rows, dq_semaphores + 2 * semaphore_rows * num_kv_heads)
 
@@ -165,5 +175,5 @@ def num_partials(plan: Plan) -> Buffer:
 
 def dq_accum(plan: Plan, num_heads: int, deterministic: bool) -> Buffer:
     """Declare dq in float32, in the portable backward: in blocks of 16 rows by 8 columns."""
-    shape = (0,) if deterministic else (padded_rows(plan.local_rows), num_heads, TILES[plan.head_dims].head_dim)
+    shape = (0,) if deterministic else (padded_rows(plan.local_rows), num_heads, plan.head_dims[0])
     return Buffer("dq in float32", shape, FLOAT32)
