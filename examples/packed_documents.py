@@ -83,7 +83,7 @@ def program(comm: thdattn.comm.Comm) -> int:
 def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
     """Run the whole program of one rank, and return whether the results are right. Every rank calls it."""
     with command_line.together(comm):  # options that do not fit are an error of the user, on all ranks alike
-        names, tokens, batch = pack(args.tokens, args.seed, 2 * comm.size)
+        tokens, batch = pack(args.tokens, args.seed, 2 * comm.size)
         attn = thdattn.CPAttention(
             comm, args.heads, args.head_dim, args.kv_heads, causal=not args.full,
             window=(args.window, args.window if args.full else 0),
@@ -97,7 +97,7 @@ def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
         report.print_work(comm, plan.sharding, work)
         report.print_engine(attn, args.why)
         if args.plot:
-            report.draw(args.plot, plan.sharding, attn, names)
+            report.draw(args.plot, plan.sharding, attn)
             print(f"  wrote {args.plot}")
 
     report.print_step(comm, "making q, k, v from the bytes")
@@ -115,8 +115,8 @@ def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
     return verdicts.passed
 
 
-def pack(budget: int, seed: int, multiple: int) -> tuple[list[str], np.ndarray, thdattn.PackedBatch]:
-    """Choose documents, and return their names, their bytes in packed order, and their lengths.
+def pack(budget: int, seed: int, multiple: int) -> tuple[np.ndarray, thdattn.PackedBatch]:
+    """Choose documents, and return their bytes in packed order, and their lengths.
 
     Files come in random order. One is taken if it still fits, and is no more than a quarter of the budget.
 
@@ -127,16 +127,15 @@ def pack(budget: int, seed: int, multiple: int) -> tuple[list[str], np.ndarray, 
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)
     random.Random(seed).shuffle(files)
-    names, documents = [], []
+    documents: list[np.ndarray] = []
     for path in files:
         if 0 < path.stat().st_size <= min(budget, longest):
-            names.append(str(path.relative_to(library)))
             documents.append(np.frombuffer(path.read_bytes(), np.uint8))
             budget -= len(documents[-1])
     if not documents:
         raise ValueError(f"--tokens is {budget}, wanted room for a document in a quarter of it; pass more, like 3000")
     batch = thdattn.PackedBatch.from_lengths([len(document) for document in documents], multiple)
-    return names, batch.pack(documents), batch
+    return batch.pack(documents), batch
 
 
 def embed(this: Run, tokens: np.ndarray) -> list[Any]:
@@ -246,7 +245,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sharding", choices=list(STRATEGIES), default="dual_chunk", help="which rank owns which rows")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the documents (default: 0)")
     parser.add_argument("--plot", type=Path, metavar="FILE",
-                        help="draw the sharding and the mask into this PNG, PDF or SVG file")
+                        help="draw the mask and the owners of its rows into this PNG, PDF or SVG file")
     return parser.parse_args()
 
 

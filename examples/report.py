@@ -18,7 +18,6 @@ BAR_WIDTH = 24
 # The colours of the picture stay apart for colour-blind readers: Paul Tol's "bright" and "light" schemes.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99")
 PADDING = "#bbbbbb"
-MOST_BARS = 16
 MOST_PIXELS = 1200
 FEW_ROWS = 90  # of the enlarged part, at least
 
@@ -98,8 +97,8 @@ def print_verdicts(verdicts: Verdicts) -> None:
     print("   and twice the largest error of plain attention in the same dtype; see thdattn/oracle.py)")
 
 
-def draw(path: Path, sharding: thdattn.Sharding, attn: thdattn.CPAttention, names: list[str]) -> None:
-    """Draw which rank owns which row of which document, and the mask with every rank's query rows coloured."""
+def draw(path: Path, sharding: thdattn.Sharding, attn: thdattn.CPAttention) -> None:
+    """Draw the mask, whole and enlarged, with the query rows in the colours of the ranks that own them."""
     from matplotlib.figure import Figure
 
     batch = sharding.batch
@@ -113,9 +112,8 @@ def draw(path: Path, sharding: thdattn.Sharding, attn: thdattn.CPAttention, name
     )
     plan = alone.plan(batch, "contiguous")  # of one rank: all rows, in sequence order
 
-    figure = Figure(figsize=(15, 5.9), layout="constrained")
-    documents, whole, part = figure.subplots(1, 3, width_ratios=(0.8, 1, 1))
-    _draw_documents(documents, sharding, owner, names)
+    figure = Figure(figsize=(11, 5.9), layout="constrained")
+    whole, part = figure.subplots(1, 2)
     _draw_mask(whole, owner, plan, 0, batch.total_rows)
     whole.set_title(f"Who sees what: all {batch.total_rows:,} rows", fontsize=11)
     begin, end = _few_rows(batch)
@@ -126,26 +124,6 @@ def draw(path: Path, sharding: thdattn.Sharding, attn: thdattn.CPAttention, name
     handles = [_patch(_colour(rank), f"rank {rank}") for rank in range(sharding.cp_size)]
     figure.legend(handles=[*handles, _patch(PADDING, "padding")], loc="outside lower center", ncols=10, frameon=False)
     figure.savefig(path, dpi=150)
-
-
-def _draw_documents(axes: Any, sharding: thdattn.Sharding, owner: np.ndarray, names: list[str]) -> None:
-    """Draw one bar per document, the longest on top."""
-    batch = sharding.batch
-    starts, lengths = batch.cu_seqlens_padded, batch.lengths
-    longest = np.argsort(-lengths, kind="stable")[:MOST_BARS]
-    for bar, document in enumerate(longest.tolist()):
-        ranks = owner[starts[document] : starts[document] + lengths[document]]
-        begins = np.flatnonzero(np.diff(ranks, prepend=-2))
-        for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(ranks)], strict=True):
-            axes.barh(bar, end - begin, left=begin, height=0.72, color=_colour(ranks[begin]), linewidth=0)
-    axes.set_yticks(range(len(longest)), [_tail(names[document]) for document in longest], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("position in the document (tokens)")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    which = f"the {len(longest)} longest documents" if len(longest) < batch.num_seqs else "all documents"
-    axes.set_title(f"Who owns which row: {which}", fontsize=11)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
 
 
 def _draw_mask(axes: Any, owner: np.ndarray, plan: thdattn.Plan, begin: int, end: int) -> None:
@@ -172,13 +150,6 @@ def _few_rows(batch: thdattn.PackedBatch) -> tuple[int, int]:
     stretches = [(end - start, start, end) for start in starts for end in starts if end - start >= FEW_ROWS]
     _, begin, end = min(stretches, default=(0, 0, batch.total_rows))
     return begin, end
-
-
-def _tail(name: str) -> str:
-    """Return a file name with as many of its folders as fit."""
-    while len(name) > 30 and "/" in name.removeprefix("…/"):
-        name = f"…/{name.removeprefix('…/').split('/', 1)[1]}"
-    return name
 
 
 def _colour(rank: int) -> str:
