@@ -6,7 +6,6 @@ Programs join their ranks before they parse options, so that every rank knows if
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import thdattn
+from thdattn.cli import options
 from thdattn.comm import Comm
 
 PATIENCE = 600.0  # seconds that ranks wait for one that works alone, such as on a checkpoint
-PICTURES = (".png", ".pdf", ".svg")
 
 
 class Failure(Exception):
@@ -110,13 +109,9 @@ def _said(problem: Exception) -> str:
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Raise ValueError unless Matplotlib can draw into this file."""
-    if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"{option} is {path}, wanted a name that ends in one of {', '.join(PICTURES)}; rename it")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{option} needs Matplotlib, which is missing; "
-                         f'install it with: pip install -e ".[examples]"')
+    """Raise ValueError unless Matplotlib can draw into this file; make its folder."""
     check_writable(option, path)
+    options.check_picture(path, option)
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -200,7 +200,7 @@ def test_errors_are_one_line_of_one_rank(tmp_path, monkeypatch):
         ("--plot run", "--plot is run, wanted a name that ends in"),
         ("--beside missing", r"--beside is missing, which cannot be read \(No such file or directory\), wanted a file"),
         ("--beside folder", r"--beside is folder, which cannot be read \(Is a directory\), wanted a file"),
-        ("--plot run.svg", r'--plot needs Matplotlib, .* pip install -e "\.\[examples\]"'),
+        ("--plot run.svg", r'--plot needs Matplotlib; install it with: pip install -e ".*\[examples\]"'),
     ],
 )
 def test_files_that_cannot_be_written_fail_before_the_first_step(documents, tmp_path, monkeypatch, words, message):
@@ -209,7 +209,7 @@ def test_files_that_cannot_be_written_fail_before_the_first_step(documents, tmp_
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
     if words == "--plot run.svg":
-        monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(command_line.options.importlib.util, "find_spec", lambda name: None)
     failures = refused(monkeypatch, 2, *small(documents), *words.split())
     assert len(failures) == 2
     (said,) = [failure for failure in failures if failure.alone]
