@@ -77,7 +77,7 @@ def forward(
             its_sinks = None if sinks is None else sinks[swap.deal(q.shape[1]).of(comm.inner.rank, group)]
             made = method.forward(
                 comm.outer, ForwardInputs(q_heads, k_heads, v_heads, plan.core, its_sinks), between, max_logit)
-            waits.callback(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
+            waits.callback(swap.to_rows(group, (made.out, made.lse), (out, lse)))
             if options.keep_keys:
                 kept.append(((q_heads, k_heads, v_heads, made.out, made.lse), made.kept))
             logits.append(made.max_logit)
@@ -101,7 +101,7 @@ def backward(
     between = _between_groups(options, comm.outer)
     if swap.deal(k.shape[1]).sharers > 1:
         between = between._replace(grad_dtype=np.promote_types(k.dtype, np.float32))
-    exchanged = swap.to_heads((dout,)) if kept else swap.to_heads((dout, q, k, v, out), lse)
+    exchanged = swap.to_heads((dout,) if kept else (dout, q, k, v, out, lse))
     with ExitStack() as waits:
         for group, (dout_heads, *others) in exchanged:
             arrays, its_kept = kept[group] if kept else (others, None)
@@ -194,11 +194,14 @@ class _Pair(NamedTuple):
     some_rows: Any
     some_heads: Any
     deal: _Deal
-    axis: int = 1
+    axis: int
 
 
 class _Swap:
-    """Exchanges of a layer, group by group: from some rows of all heads to all rows of some heads, and back."""
+    """Exchanges of a layer, group by group: from some rows of all heads to all rows of some heads, and back.
+
+    Arrays are (rows, heads, width), or (heads, rows) as the log-sum-exp is.
+    """
 
     def __init__(self, comm: Comm, plan: Plan, num_groups: int) -> None:
         self._engine, self._comm, self._plan, self._num_groups = plan.engine, comm, plan, num_groups
@@ -208,51 +211,45 @@ class _Swap:
         size = self._comm.size
         return _deal(num_heads, size, self._num_groups if num_heads >= size else 1)
 
-    def to_heads(self, xs: Sequence[Any], lse: Any = None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield each group's number and heads of xs and lse, and receive the next group while the caller computes."""
-        coming = self._to_heads(0, xs, lse)
+    def to_heads(self, xs: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
+        """Yield each group's number and heads of xs, and receive the next group while the caller computes."""
+        coming = self._to_heads(0, xs)
         for group in range(self._num_groups):
             pairs, wait = coming
             coming = [], no_wait
             if group + 1 < self._num_groups:
-                coming = self._to_heads(group + 1, xs, lse)
+                coming = self._to_heads(group + 1, xs)
             wait()
             pairs = self._reordered(pairs, to_rank_order=False)
             yield group, [pair.some_heads for pair in pairs]
 
-    def _to_heads(self, group: int, xs: Sequence[Any], lse: Any) -> tuple[list[_Pair], Wait]:
+    def _to_heads(self, group: int, xs: Sequence[Any]) -> tuple[list[_Pair], Wait]:
         size, pairs = self._comm.size, []
         for x in xs:
-            deal = self.deal(x.shape[1])
-            pairs.append(_Pair(x, self._engine.empty((size * len(x), deal.share, x.shape[2]), x.dtype), deal))
-        if lse is not None:
-            deal = self.deal(len(lse))
-            pairs.append(_Pair(lse, self._engine.empty((deal.share, size * lse.shape[1]), lse.dtype), deal, axis=0))
+            axis = x.ndim - 2
+            deal = self.deal(x.shape[axis])
+            shape = (size * len(x), deal.share, x.shape[2]) if axis else (deal.share, size * x.shape[1])
+            pairs.append(_Pair(x, self._engine.empty(shape, x.dtype), deal, axis))
         return pairs, self._exchange(pairs, group, back=False, at_once=self._num_groups == 1)
 
-    def to_rows(
-        self, group: int, heads: Sequence[Any], rows: Sequence[Any], lse: tuple[Any, Any] | None = None
-    ) -> Wait:
+    def to_rows(self, group: int, heads: Sequence[Any], rows: Sequence[Any]) -> Wait:
         """Start to send arrays of all rows, in sequence order, back to their places in arrays of some rows.
 
         Args:
             heads: of all rows and this group's heads; rows: of this rank's rows and all heads.
-            lse: the same of the log-sum-exp.
 
         Returns:
             A function that waits for them, and adds gradients of heads that several ranks have, in rank order.
         """
         pairs, shared = [], []
         for x, y in zip(rows, heads, strict=True):
-            deal = self.deal(x.shape[1])
-            place = x
+            axis = x.ndim - 2
+            deal, place = self.deal(x.shape[axis]), x
             if deal.sharers > 1:
                 deal = _deal(self._comm.size, self._comm.size, 1)
                 place = self._engine.empty((len(x), self._comm.size, x.shape[2]), y.dtype)
                 shared.append((x, place))
-            pairs.append(_Pair(place, self._padded(y, self._comm.size * len(x)), deal))
-        if lse is not None:
-            pairs.append(_Pair(lse[1], lse[0], self.deal(len(lse[1])), axis=0))
+            pairs.append(_Pair(place, self._padded(y, self._comm.size * len(x)) if axis else y, deal, axis))
         is_last = group == self._num_groups - 1
         wait = self._exchange(self._reordered(pairs, to_rank_order=True), group, back=True, at_once=is_last)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,9 +108,6 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     assert plan.routes is not None
     routes, heads, sum_dtype = plan.routes, layer.num_kv_heads, lse_dtype(layer.dtype)
 
-    def messages(name: str, dtype: np.dtype[Any]) -> list[Buffer]:
-        return [*_sent(name, plan, heads, dtype), *_received(name, plan, heads, dtype)]
-
     engine, layer, alone = plan.engine, layer._replace(groups=(heads,)), plan.is_apart
     windows = [{} if sizes is None else comm.exchange_bytes(sizes, 0) for sizes in (
         _sizes(comm, routes, heads * sum(plan.head_dims) * dtype.itemsize, back=back)
@@ -117,10 +115,10 @@ def memory(comm: Comm, plan: Plan, layer: Layer) -> Memory:
     needed = [] if plan.needs_own_rows else key_buffers(plan, heads, layer.dtype)
     kept = kept_keys(needed) if layer.keeps_keys else []
     forward = [*engine.plan_buffers(plan).values(), *([] if kept else needed),
-               *messages("rows under way", layer.dtype), *engine.forward_buffers(plan, layer)]
+               *chain(*_messages("rows under way", plan, heads, layer.dtype)), *engine.forward_buffers(plan, layer)]
     sums = engine.backward_buffers(
         plan, layer, layer.dtype if alone else sum_dtype, "given" if alone else "made")
-    backward = [*messages("partial sums under way", sum_dtype), *sums]
+    backward = [*chain(*_messages("partial sums under way", plan, heads, sum_dtype)), *sums]
     return layer.memory(plan, forward, backward, kept, (largest_windows(windows), {}))
 
 
@@ -139,8 +137,8 @@ def _send(
     """
     assert plan.routes is not None
     engine, routes = plan.engine, plan.routes
-    sends, recvs = ([*map(plan.workspace.array, rows("rows under way", plan, k.shape[1], k.dtype))]
-                    for rows in (_sent, _received))
+    sends, recvs = ([*map(plan.workspace.array, buffers)]
+                    for buffers in _messages("rows under way", plan, k.shape[1], k.dtype))
     if routes.num_sent:
         engine.pack_rows((k, v), plan.arrays.sends, sends)
     wait = _exchange(comm, plan, sends, recvs, k.dtype)
@@ -173,7 +171,8 @@ def _send_back(comm: Comm, plan: Plan, partials: Pair) -> tuple[list[Array], Wai
     assert plan.routes is not None
     engine, routes = plan.engine, plan.routes
     sum_dtype = lse_dtype(partials[0].dtype)  # also where this rank has nothing to add
-    sends = [*map(plan.workspace.array, _received("partial sums under way", plan, partials[0].shape[1], sum_dtype))]
+    _, received = _messages("partial sums under way", plan, partials[0].shape[1], sum_dtype)
+    sends = [*map(plan.workspace.array, received)]
     recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in partials]
     if routes.num_received:
         engine.pack_rows(partials, _received_places(plan), sends)
@@ -181,16 +180,12 @@ def _send_back(comm: Comm, plan: Plan, partials: Pair) -> tuple[list[Array], Wai
     return recvs, wait
 
 
-def _sent(name: str, plan: Plan, heads: int, dtype: np.dtype[Any]) -> list[Buffer]:
-    """Declare rows of keys and values, or of their gradients, that this rank has and other ranks need."""
+def _messages(name: str, plan: Plan, heads: int, dtype: np.dtype[Any]) -> tuple[list[Buffer], list[Buffer]]:
+    """Declare keys and values, or their gradients: rows that other ranks need of this one, and the other way round."""
     assert plan.routes is not None
-    return pair_of(name, (plan.routes.num_sent, heads), plan.head_dims, dtype, "sent")
-
-
-def _received(name: str, plan: Plan, heads: int, dtype: np.dtype[Any]) -> list[Buffer]:
-    """Declare rows of keys and values, or of their gradients, that this rank needs and other ranks have."""
-    assert plan.routes is not None
-    return pair_of(name, (plan.routes.num_received, heads), plan.head_dims, dtype, "received")
+    sent, received = ((number, heads) for number in (plan.routes.num_sent, plan.routes.num_received))
+    return (pair_of(name, sent, plan.head_dims, dtype, "sent"),
+            pair_of(name, received, plan.head_dims, dtype, "received"))
 
 
 def _exchange(

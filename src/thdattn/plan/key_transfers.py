@@ -100,11 +100,11 @@ class Routes:
         """True if no rank sends a row to another."""
         return not self.most_sent
 
-    @property
+    @cached_property
     def num_sent(self) -> int:
         return int(self.sent.sum())
 
-    @property
+    @cached_property
     def num_received(self) -> int:
         return int(self.received.sum())
 
