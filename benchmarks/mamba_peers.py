@@ -24,9 +24,10 @@ import cupy
 import numpy as np
 from mamba_cases import NORM_EPS, MixerCase, MixerInputs
 from mamba_exact import OF_ROWS
-from peers import CupyPeer, Peer, TorchPeer, portable_kernels, tensor
+from peers import CupyPeer, Peer, TorchPeer, tensor
 
 import thdattn
+from thdattn.fuzz.runs import portable_kernels
 from thdattn.mamba import context_parallel
 from thdattn.mamba.shape import Inputs, Mamba2Weights
 
@@ -36,7 +37,6 @@ CHUNK = 256  # rows, mamba_ssm's default
 class OurMixer(CupyPeer):
     """Mamba2Mixer on this rank's rows, on one rank by default."""
 
-    engine = "cuda"
     grads: tuple[Any, Mamba2Weights] | None = None
 
     @classmethod
@@ -45,7 +45,7 @@ class OurMixer(CupyPeer):
 
     def __init__(self, case: MixerCase, inputs: MixerInputs, comm: thdattn.comm.Comm | None = None) -> None:
         self.case, self.inputs = case, inputs
-        self.mixer = case.mixer(comm or thdattn.comm.init("single"), self.engine)
+        self.mixer = case.mixer(comm or thdattn.comm.init("single"), "cuda")
         self.plan = self.mixer.plan(case.batch())
 
     def forward(self) -> None:

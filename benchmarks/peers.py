@@ -10,12 +10,9 @@ import importlib.metadata
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
-from unittest.mock import patch
 
 import cupy
 import ml_dtypes
@@ -25,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from workloads import Case, TreeCase
 
 import thdattn
-from thdattn.engines import cuda
+from thdattn.fuzz.runs import portable_kernels
 
 # Two right results in bfloat16 differ by less: as a whole, and anywhere relative to the largest element.
 RELATIVE_ERROR, LARGEST_ERROR = 1e-2, 2.0**-5
@@ -196,15 +193,6 @@ class GpuLengths(Ours):
     def made_plan(self) -> thdattn.Plan:
         queries, keys = on_device(self.batch), None if self.key_batch is None else on_device(self.key_batch)
         return self.attn.plan(queries, "contiguous", key_batch=keys, finite_padding=True)
-
-
-@contextmanager
-def portable_kernels() -> Iterator[None]:
-    """Make the package choose the portable kernels on a GPU that has kernels of its own."""
-    launch: Any = getattr(cuda, "launch", cuda)  # older trees have one module
-    gpu = replace(launch._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
-    with patch.object(launch, "_gpu", lambda device: gpu):
-        yield
 
 
 class Portable(Ours):

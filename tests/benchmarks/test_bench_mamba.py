@@ -68,11 +68,6 @@ def test_float64_of_the_scan_is_that_of_a_mixer_whose_convolution_makes_those_ch
 # --- who is timed ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_host(monkeypatch):
-    monkeypatch.setattr(mamba_peers.OurMixer, "engine", "reference")
-
-
 @pytest.mark.parametrize("part", ["mixer", "scan"])
 @pytest.mark.parametrize(("dtype", "least", "most"), [(np.float32, 0, 2e-5), (ml_dtypes.bfloat16, 1e-4, 2e-2)])
 def test_errors_are_those_of_the_dtype(on_host, part, dtype, least, most):
