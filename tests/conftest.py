@@ -29,7 +29,7 @@ RECORD = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu_t
 
 @pytest.fixture(scope="session")
 def cupy():
-    """CuPy on a machine with a GPU; skips the test elsewhere."""
+    """Import CuPy on a machine with a GPU; skip the test elsewhere."""
     cupy = pytest.importorskip("cupy")
     if not cupy.is_available():
         pytest.skip("needs a GPU")
@@ -57,7 +57,7 @@ def much_memory(cupy, tmp_path_factory):
 
 @pytest.fixture
 def torch_cuda(cupy):
-    """The name of a GPU that torch and CuPy share; skips the test elsewhere."""
+    """Return the name of a GPU that torch and CuPy share; skip the test elsewhere."""
     if not pytest.importorskip("torch").cuda.is_available():
         pytest.skip("needs torch with CUDA")
     return "cuda:0"
@@ -65,21 +65,21 @@ def torch_cuda(cupy):
 
 @pytest.fixture
 def poisoned_host():
-    """Every allocation of the NumPy engine and of its plans starts as bytes all ones: NaN, or -1."""
+    """Fill every allocation of the NumPy engine and of its plans with NaN, or -1."""
     with runs.poisoned("reference"):
         yield
 
 
 @pytest.fixture
 def poisoned_gpu(cupy):
-    """The same for the CUDA engine."""
+    """Fill every allocation of the CUDA engine with NaN, or -1."""
     with runs.poisoned("cuda"):
         yield
 
 
 @pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
 def engine(request):
-    """Each engine in turn, the CUDA engine where there is a GPU; every allocation starts as NaN, or -1.
+    """Run on each engine in turn, the CUDA engine where there is a GPU; every allocation starts as NaN, or -1.
 
     The parameter "portable" is the CUDA engine with its kernels for every GPU.
     """
@@ -94,7 +94,7 @@ def engine(request):
 
 @pytest.fixture
 def unnoticed(cupy, monkeypatch):
-    """The host never learns that lengths on a GPU are wrong, so that calls with them return their results."""
+    """Keep the host from learning that lengths on a GPU are wrong, so that calls with them return their results."""
     from thdattn.engines.cuda.lengths import DeviceLengths
 
     monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)
@@ -102,14 +102,14 @@ def unnoticed(cupy, monkeypatch):
 
 @pytest.fixture
 def portable(cupy):
-    """The kernels for every GPU run, whatever there is for this one."""
+    """Run the kernels for every GPU, whatever there is for this one."""
     with runs.portable_kernels():
         yield
 
 
 @pytest.fixture(params=["hopper", "portable"])
 def kernels(request, cupy):
-    """Which kernels run: each set in turn, where there are both."""
+    """Run each set of kernels in turn, where there are both."""
     from thdattn.engines.cuda import launch
 
     if request.param == "portable":
@@ -121,7 +121,7 @@ def kernels(request, cupy):
 
 @pytest.fixture
 def edited(tmp_path, monkeypatch):
-    """edited(file, edit): from now on kernels are compiled from a copy of the sources whose `file` is edit(text)."""
+    """Make edited(file, edit): compile kernels from a copy of the sources whose `file` is edit(text) from then on."""
     from thdattn.jit import compiler
 
     def edit_copy(file, edit):
@@ -142,7 +142,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """After `pytest -m gpu` on a machine with a GPU, keep the outcome with what it was measured on."""
+    """Record the outcome of `pytest -m gpu` on a machine with a GPU, with what it was measured on."""
     machine = None
     of_a_worker = hasattr(config, "workerinput")  # of xdist, which knows its own tests alone
     if config.option.markexpr == "gpu" and not config.option.collectonly and not of_a_worker:

@@ -240,7 +240,7 @@ CASES = {case.name: case for case in (*SMALL, *CROSS, *BIG, LONG)}
 
 @lru_cache(maxsize=3)
 def truth(case: Case, dtype: np.dtype, seed: int = 0) -> oracle.Truth:
-    """The float64 oracle over the valid tokens, and the baselines."""
+    """Return the float64 oracle over the valid tokens, and the baselines."""
     batch = thdattn.PackedBatch(offsets(case.lengths))
     if case.parents is not None:
         batch = thdattn.PackedBatch.from_trees(case.lengths, case.parents)
@@ -260,7 +260,7 @@ class Engine:
     xp: Any
 
     def suited(self, case: Case) -> Case:
-        """The case, with narrow heads on the engine that takes heads of any width."""
+        """Return the case, with narrow heads on the engine that takes heads of any width."""
         return case.slim() if self.name == "reference" else case
 
     def check(self, case: Case, cp_size: int, dtype: Any, **options: Any) -> Outcome:
@@ -274,7 +274,7 @@ class Engine:
 def on_engines(
     cases: Sequence[Case], cp_sizes: Sequence[int] = CP_SIZES, seldom: Sequence[int] = (), **dtypes: Sequence[Any]
 ) -> Any:
-    """Parameters engine, case, dtype and cp_size, of dtypes by the name of an engine, as the fixture `engine` has it.
+    """Parametrise a test by engine, case, dtype and cp_size, with dtypes by the name of an engine.
 
     The cp_sizes of one case come one after the other, so that its oracle is computed once. The NumPy engine takes those
     that are `seldom` in exhaustive runs alone.
@@ -309,7 +309,7 @@ def assert_same_bits(one: Outcome, *others: Outcome) -> None:
 
 @dataclass
 class Outcome:
-    """What all ranks together returned, on the host.
+    """Results of all ranks together, on the host.
 
     tokens: per field the rows of the valid tokens, in sequence order; lse (num_heads, total_tokens); dsinks the sum of
         what ranks have.
@@ -323,12 +323,12 @@ class Outcome:
 
 
 def fields_of(case: Case) -> tuple[str, ...]:
-    """What forward and backward of a case return."""
+    """Return the names of what forward and backward of a case return."""
     return (*FIELDS, DSINKS) if case.sinks else FIELDS
 
 
 class Exported:
-    """An array of another library: nothing but DLPack."""
+    """Array of another library, with nothing but DLPack."""
 
     def __init__(self, array):
         self.array = array
@@ -394,7 +394,7 @@ def run(
 def assemble(
     sharding: thdattn.Sharding, ranks: list[dict[str, np.ndarray]], key_batch: thdattn.PackedBatch | None = None
 ) -> Outcome:
-    """Puts every rank's rows where they belong, and those that hold no token aside."""
+    """Put every rank's rows where they belong, and those that hold no token aside."""
     rows = np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)])
     queries = keys = _held(sharding.batch, rows)
     if key_batch is not None:
@@ -419,7 +419,7 @@ def _held(batch: thdattn.PackedBatch, rows: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
-    """Asserts everything the contract promises about an outcome, padding first."""
+    """Assert all that the contract promises about an outcome, padding first."""
     dtype = np.dtype(dtype)
     check_padding(outcome)
     right = truth(case, dtype, seed)
@@ -447,7 +447,7 @@ def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
 
 
 def check_dsinks(right: oracle.Truth, dout: np.ndarray, sinks: np.ndarray, actual: np.ndarray) -> None:
-    """The gradient of sinks errs by what rounding out gives to its sums, as errors that are independent would."""
+    """Assert that the gradient of sinks errs as its sums do when out is rounded, with independent errors."""
     out, lse, dout = right.exact.out, right.exact.lse, dout.astype(np.float64)
     share = np.exp(sinks[:, None] - np.where(lse == -np.inf, np.inf, lse)).T[..., None]
     deviation = np.sqrt(((share * dout * (right.fused.out - out)) ** 2).sum(axis=(0, 2)))
@@ -457,7 +457,7 @@ def check_dsinks(right: oracle.Truth, dout: np.ndarray, sinks: np.ndarray, actua
 
 
 def check_padding(outcome: Outcome) -> None:
-    """Rows that hold no token are exactly 0, -inf in lse; max_logit is the same on all ranks."""
+    """Assert that rows without a token are exactly 0, -inf in lse, and max_logit is the same on all ranks."""
     for field, rows in outcome.padding.items():
         if field == "lse":
             assert (rows == -np.inf).all(), "lse of padding is -inf"
@@ -468,7 +468,7 @@ def check_padding(outcome: Outcome) -> None:
 
 
 def check_long(case: Case, dtype: Any, outcome: Outcome) -> None:
-    """`check` of a causal case whose first document is too long for the oracle: samples of it, the others whole.
+    """Check a causal case whose first document is too long for the oracle: samples of it, the others whole.
 
     A sampled query row is computed by itself. A sampled key needs lse and out of every later row; those are the
     outcome's own, which the sampled rows check.
@@ -496,7 +496,7 @@ def check_long(case: Case, dtype: Any, outcome: Outcome) -> None:
 def _sample(
     case: Case, inputs: list[np.ndarray], outcome: Outcome, picks: np.ndarray, rounding: Any, fused: bool = False
 ) -> dict[str, np.ndarray]:
-    """out, lse, dq of the query rows `picks` and dk, dv of the keys `picks` of one causal document, see the oracle."""
+    """Return out, lse, dq of the query rows `picks` and dk, dv of the keys `picks` of one causal document."""
     num_heads, num_kv_heads = case.heads
     scale, group, position = case.dims[0] ** -0.5, num_heads // num_kv_heads, np.arange(len(inputs[0]))
 
@@ -524,10 +524,10 @@ def _sample(
 
 
 def outline_of(engine, sharding, cp_rank, window, tiles, key_batch=None, keys_of=None, dims=(64, 64)):
-    """The plan of one rank, without arrays."""
+    """Make the plan of one rank, without arrays."""
     return Plan(sharding, cp_rank, window, dims, tiles, NO_ARRAYS, engine, key_batch or sharding.batch, keys_of=keys_of)
 
 
 def plan_with(*args, **options):
-    """The plan of one rank, with arrays; arguments are those of outline_of."""
+    """Make the plan of one rank, with arrays; arguments are those of outline_of."""
     return with_arrays(outline_of(*args, **options))

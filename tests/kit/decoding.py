@@ -15,12 +15,12 @@ from thdattn.fuzz import runs
 
 
 def poison(array: Any) -> None:
-    """All bits set: NaN, or -1."""
+    """Set all bits: NaN, or -1."""
     array.view(np.uint8)[...] = 0xFF
 
 
 def attention(heads: tuple[int, int], dims: tuple[int, int], dtype: Any, **options: Any) -> thdattn.CPAttention:
-    """On one rank."""
+    """Make an attention on one rank."""
     (num_heads, num_kv_heads), (head_dim, v_head_dim) = heads, dims
     comm = thdattn.comm.init("single")
     return thdattn.CPAttention(comm, num_heads, head_dim, num_kv_heads, v_head_dim, dtype=dtype, **options)
@@ -32,7 +32,7 @@ def normal(rng: np.random.Generator, dtype: Any, *shape: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Texts:
-    """Whole texts: q, k, v [(length, heads, width)] each."""
+    """Texts as a whole: q, k, v [(length, heads, width)] each."""
 
     q: list[np.ndarray]
     k: list[np.ndarray]
@@ -49,7 +49,7 @@ class Texts:
         return [len(x) for x in self.q]
 
     def truth(self, **mask: Any) -> oracle.Truth:
-        """Of all texts, packed."""
+        """Return the oracle of all texts, packed."""
         batch = thdattn.PackedBatch.from_lengths(self.lengths)
         return oracle.truth(batch, *(np.concatenate(x) for x in (self.q, self.k, self.v)), **mask)
 
@@ -73,7 +73,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, **ho
 
 
 def check_rows(actual: tuple[Any, Any], q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray) -> None:
-    """Asserts that (out, lse) are what `attend` says, by the accuracy rule; 0 and -inf where nothing is seen."""
+    """Assert that (out, lse) are what `attend` returns, by the accuracy rule; 0 and -inf where nothing is seen."""
     out, lse = map(to_host, actual)
     exact, plain, fused = (attend(q, k, v, ranges, **how) for how in (
         {}, {"rounding": q.dtype}, {"rounding": q.dtype, "fused": True}))

@@ -48,7 +48,7 @@ class Pointer(NamedTuple):
 
 @contextlib.contextmanager
 def late(cupy: Any, seed: int) -> Iterator[None]:
-    """Half of all that is enqueued comes late, on the stream of the kernels and on the one that pulls."""
+    """Delay half of all that is enqueued, on the stream of the kernels and on the one that pulls."""
     from thdattn.engines import cuda
 
     draw, spin = random.Random(seed), cupy.RawKernel(SPIN, "spin")
@@ -82,7 +82,7 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing(draw: random.Random) -> Iterator[None]:
-    """Some attentions of the engine raise, alike on all ranks that draw alike."""
+    """Let some attentions of the engine raise, alike on all ranks that draw alike."""
     from thdattn.engines import cuda
 
     def raising(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ def attention(comm: thdattn.comm.Comm, dims: tuple[int, int] = (128, 128), **opt
 
 
 def inputs_of(cupy: Any, layer: thdattn.CPAttention, plan: Any, seed: int = 0) -> list[Any]:
-    """q, k, v, dout of this rank, of which rows without a token are NaN."""
+    """Return this rank's q, k, v, dout, of which rows without a token are NaN."""
     rng, valid = np.random.default_rng([seed, plan.cp_rank]), to_host(plan.valid)
     shapes = ((layer.num_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim),
               (layer.num_kv_heads, layer.v_head_dim), (layer.num_heads, layer.v_head_dim))
@@ -123,7 +123,7 @@ def step(layer: thdattn.CPAttention, plan: Any, q: Any, k: Any, v: Any, dout: An
 
 
 def one_by_one(layer: thdattn.CPAttention, plan: Any, inputs: list[Any]) -> list[list[bytes]]:
-    """The bits of each layer's results, each waited for before the next begins."""
+    """Return the bits of each layer's results, each waited for before the next begins."""
     return [bits(step(layer, plan, *one)) for one in inputs]
 
 
@@ -132,7 +132,7 @@ def bits(results: Any) -> list[bytes]:
 
 
 def in_flight(layer: thdattn.CPAttention, plan: Any, inputs: list[Any]) -> list[tuple[Any, ...]]:
-    """The same results: keys of two layers are on their way, then the sums of three."""
+    """Return the same results, with keys of two layers under way, then the sums of three."""
     keys = [layer.gather(k, v, plan) for _, k, v, _ in inputs[:2]]
     made = []
     for number, (q, k, v, _) in enumerate(inputs):
@@ -162,7 +162,7 @@ def check(
     cupy: Any, comm: thdattn.comm.Comm, head_groups: int | None, keep_keys: bool, method: tuple[Any, Any] = GATHERED,
     seeds: range = range(2),
 ) -> None:
-    """Everything, with a non-blocking stream current.
+    """Check all of this, with a non-blocking stream current.
 
     Args:
         method: cp_comm_type and sharding. Other ones than GATHERED have no gathers ahead, and are not captured.
@@ -186,7 +186,7 @@ def check(
 
 
 def together(layer: thdattn.CPAttention, plan: Any, inputs: list[Any]) -> list[tuple[Any, ...]]:
-    """All forwards, and then all backwards before the gradients of one are asked for."""
+    """Run all forwards, then start all backwards before the gradients of one are asked for."""
     made = [layer.forward(q, k, v, plan, return_max_logit=True) for q, k, v, _ in inputs]
     grads = [layer.start_backward(dout, saved) for (*_, dout), (_, saved) in zip(inputs, made, strict=True)]
     return [(out, saved.lse, saved.max_logit, dq, *dk_dv())
@@ -197,7 +197,7 @@ def plans_that_are_dropped_at_work(
     cupy: Any, layer: thdattn.CPAttention, batches: Any, sharding: str | None, inputs: Any, wanted: Any,
     calls: Callable[..., Any],
 ) -> None:
-    """The host does not wait between them; gathers go to two streams in turn. Work is left on its way."""
+    """Drop plans at work without a wait of the host; gathers go to two streams in turn, and work is left under way."""
     here = cupy.cuda.get_current_stream()
     streams = [here, here, *[cupy.cuda.Stream(non_blocking=True)] * 2] if calls is in_flight else [here]
     cupy.cuda.runtime.deviceSynchronize()  # inputs are there for both
@@ -221,7 +221,7 @@ def plans_that_are_dropped_at_work(
 def errors_on_the_way(
     cupy: Any, layer: thdattn.CPAttention, batches: Any, sharding: str | None, inputs: Any, wanted: Any, seed: int
 ) -> None:
-    """Layers that all ranks give up while rows travel, with their plans; others get the memory of these rows."""
+    """Give up layers on all ranks while rows travel, with their plans; others get the memory of these rows."""
     found, draw = [], random.Random(seed)
     for number in range(12):
         which = number % len(batches)
@@ -237,7 +237,7 @@ def errors_on_the_way(
 def captured(
     cupy: Any, comm: thdattn.comm.Comm, layer: thdattn.CPAttention, plan: Any, inputs: Any, wanted: Any
 ) -> None:
-    """Replays between eager calls, whose sums and keys are on their way."""
+    """Replay a graph between eager calls, whose sums and keys are under way."""
     stream, pool = cupy.cuda.get_current_stream(), cupy.cuda.MemoryPool()
     step(layer, plan, *inputs[0])  # what the first call of a kind makes is made
     stream.synchronize()

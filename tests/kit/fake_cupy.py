@@ -1,4 +1,4 @@
-"""As much of CuPy as thdattn.graphs asks of it, on the host: arrays are NumPy's, and a graph is a list of what to do.
+"""CuPy on the host, as far as thdattn.graphs uses it: arrays are NumPy's, and a graph is a list of what to do.
 
 Functions of arrays that are to be captured do their work through `launch`. What streams, events, pools and graphs are
 asked for is written to `log`, so that a test can see what came before what.
@@ -20,7 +20,7 @@ log: list[tuple] = []
 
 
 class ndarray(np.ndarray):
-    """An array "on a GPU"; device_id 0 unless set."""
+    """Array "on a GPU"; device_id is 0 unless set."""
 
     __module__ = "cupy"
     device_id = 0
@@ -100,7 +100,7 @@ class Stream:
 
 
 class MemoryPool:
-    """Of what it gave only the test says how much is in use."""
+    """Pool whose used bytes a test sets."""
 
     def __init__(self, allocate=None):
         self.allocate, self.used = allocate, 0
@@ -145,7 +145,7 @@ default_pool = MemoryPool()
 
 
 def launch(action):
-    """Does something now, or, where the current stream is captured, at every replay."""
+    """Do something now, or, where the current stream is captured, at every replay."""
     stream = current[0]
     if stream.is_capturing():
         stream.actions.append(action)
@@ -154,14 +154,14 @@ def launch(action):
 
 
 def add(x, y):
-    """x + y as a function that is to be captured computes it: memory now, the sum when it is launched."""
+    """Compute x + y as a captured function does: memory now, the sum when it is launched."""
     out = array(np.full(np.shape(x), np.nan))
     launch(lambda: np.add(x, y, out=out))
     return out
 
 
 def graphs(monkeypatch, comm):
-    """What makes active graphs of a configuration, with this CuPy and an empty log."""
+    """Return a function that makes active graphs of a configuration, with this CuPy and an empty log."""
     monkeypatch.setitem(sys.modules, "cupy", module())
     monkeypatch.setattr(capture, "choose_engine", lambda engine, comm: (SimpleNamespace(device="cuda"), "a fake"))
     monkeypatch.setattr(sys.modules[__name__], "current", [Stream()])
@@ -170,7 +170,7 @@ def graphs(monkeypatch, comm):
 
 
 def module():
-    """What `import cupy` finds."""
+    """Return the module that `import cupy` finds."""
     made = ModuleType("cupy")
     made.get_default_memory_pool = lambda: default_pool
     made.cuda = SimpleNamespace(

@@ -14,7 +14,7 @@ LINE = 128  # bytes; kLine of peer/exchange.cu
 
 
 def meet(stream, cargo, flags):
-    """The kernel up to its end, see `take`: waits and chunks are a step each."""
+    """Run the kernel up to its end, see `take`: waits and chunks are a step each."""
     rank, size = int(flags["rank"]), int(flags["num_ranks"])
     mine = at(int(flags["mine"]), (size,), RANK_FLAGS)
     theirs = [at(int(place), (1,), RANK_FLAGS) for place in flags["theirs"][:size]]
@@ -45,7 +45,7 @@ def meet(stream, cargo, flags):
 
 
 def take(stream, flags):
-    """The end of the kernel: all ranks are told that this one has taken its parts."""
+    """End the kernel: tell all ranks that this one has taken its parts."""
     def tell():
         for place in flags["theirs"][: flags["num_ranks"]]:
             at(int(place), (1,), RANK_FLAGS)["taken"][0, 0] = 1
@@ -81,7 +81,7 @@ class Gathered:
 
 
 class Exchanged:
-    """What an ALL_TO_ALL has, in words of so many bytes."""
+    """Slices of an ALL_TO_ALL, in words of so many bytes."""
 
     def __init__(self, cargo, word):
         self._cargo, self._word, self.count = cargo, word, int(cargo["num_chunks"])
@@ -99,7 +99,7 @@ class Exchanged:
             self._each("in", other, chunk, lambda byte, here: (here, int(self._cargo["from"][other]) + byte))
 
     def _each(self, side, rank, chunk, places):
-        """Copies every word of a chunk to one and from another place, which a function says."""
+        """Copy every word of a chunk to one place from another; a function names both."""
         pieces = self._pieces(side, rank)
         lines = -(-sum(size for _, size in pieces) // LINE)
         each = -(-lines // self.count) * LINE
@@ -113,14 +113,14 @@ class Exchanged:
             begin += size
 
     def _pieces(self, side, rank):
-        """(address, bytes) of all that follow each other in a message to or from a rank."""
+        """Return (address, bytes) of all parts of a message to or from a rank, in their order."""
         cuts = self._cargo[side][: int(self._cargo["num_slices"])]
         return [(int(cut["of"][rank]) + row * int(cut["pitch"]) * self._word, int(cut["words"][rank]) * self._word)
                 for cut in cuts for row in range(int(cut["rows"]))]
 
 
 def _within(pieces, byte):
-    """The address of a byte of what lies in pieces."""
+    """Return the address of a byte of a message in pieces."""
     for address, size in pieces:
         if byte < size:
             return address + byte
@@ -129,7 +129,7 @@ def _within(pieces, byte):
 
 
 class Kernel:
-    """What jit.kernel returns for the kernel of an exchange, on the current stream of a machine."""
+    """Kernel of an exchange, as jit.kernel returns it, on the current stream of a machine."""
 
     def __init__(self, machine, name):
         self._machine, self._word = machine, {name: size for size, name in EXCHANGE_KERNELS.items()}[name]

@@ -58,7 +58,7 @@ class Array(np.ndarray):
 
 
 def at(address, shape, dtype, strides=None):
-    """The array at an address, which it does not keep."""
+    """Return the array at an address, which it does not keep."""
     memory = (ctypes.c_char * _num_bytes(shape, np.dtype(dtype), strides)).from_address(address)
     return np.ndarray(shape, dtype, memory, strides=strides).view(Array)
 
@@ -70,7 +70,7 @@ def _num_bytes(shape, dtype, strides):
 
 
 def addresses(x):
-    """The same arrays, and lists of arrays, without a hold on them; other values as they are."""
+    """Return the same arrays, and lists of arrays, without a hold on them; other values as they are."""
     if isinstance(x, (list, tuple)):
         return [addresses(each) for each in x]
     return at(x.data.ptr, x.shape, x.dtype, x.strides) if isinstance(x, Array) else x
@@ -92,7 +92,7 @@ class Event:
         return self
 
     def synchronize(self):
-        """Everything is done, or nothing before run()."""
+        """Do nothing: all is done, or nothing before run()."""
 
 
 class Stream:
@@ -102,7 +102,7 @@ class Stream:
             machine.streams.append(self)
 
     def put(self, act, ready=lambda reached: True):
-        """Does a step or enqueues it, or has the graph do so that is being captured. Both get the reached events."""
+        """Do a step or enqueue it, or add it to the graph that is captured. Both functions get the reached events."""
         machine = self.machine
         if machine.graph is not None:
             machine.graph.setdefault(self, []).append((act, ready))
@@ -113,7 +113,7 @@ class Stream:
             self.queue.append((act, ready, machine.reached))
 
     def launch(self, function, *args):
-        """Enqueues a kernel: function(*args)."""
+        """Enqueue a kernel: function(*args)."""
         args = addresses(args)
         self.put(lambda reached: function(*args))
 
@@ -135,22 +135,22 @@ class Stream:
         self.use()
 
     def __exit__(self, *_):
-        """As in CuPy, the stream of the outer block is current again, whichever was selected since."""
+        """Select the stream of the outer block again, as CuPy does, whichever was selected since."""
         self.machine.gpu.entered.pop()
         self.machine.gpu.entered[-1].use()
 
     def put_launched(self, make):
-        """Enqueues the steps that make() returns, in a graph anew at each replay."""
+        """Enqueue the steps that make() returns, in a graph anew at each replay."""
         if self.machine.graph is None:
             self.queue.extend((*step, self.machine.reached) for step in make())
         else:
             self.machine.graph.setdefault(self, []).append(make)
 
     def synchronize(self):
-        """Everything is done, or nothing before run()."""
+        """Do nothing: all is done, or nothing before run()."""
 
     def replay(self, graph, origin):
-        """Enqueues a graph that was captured with `origin` current; what it had other streams do, new ones do."""
+        """Enqueue a graph that was captured with `origin` current; new streams do what it had other streams do."""
         reached = set()
         for stream, steps in graph.items():
             target = self if stream is origin else Stream(self.machine)
@@ -236,14 +236,14 @@ class Machine:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def wait(self, ready):
-        """Makes a thread wait for what another one does."""
+        """Let a thread wait for what another one does."""
         deadline = time.monotonic() + SECONDS
         while not ready(self.reached):
             assert time.monotonic() < deadline, "nobody sets a flag that a rank waits for"
             time.sleep(1e-4)
 
     def run(self):
-        """Has all streams do all there is to do."""
+        """Let all streams do all there is to do."""
         weights = [10 ** self.random.uniform(-3, 0) for _ in self.streams]
         busy = [stream for stream in self.streams if stream.queue]
         while busy:
@@ -260,7 +260,7 @@ class Machine:
     # --- memory --------------------------------------------------------------------------------------------------
 
     def empty(self, shape, dtype):
-        """An array from the pool, full of NaN or of what its last holder left."""
+        """Return an array from the pool, full of NaN or of what its last holder left."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         pool = self._pools[self.stream, num_bytes]
         memory = pool.pop() if pool else self._placed(self.gpu.rank, num_bytes)
@@ -269,17 +269,17 @@ class Machine:
         return np.ndarray(shape, dtype, holder).view(Array)
 
     def asarray(self, values):
-        """A copy of values."""
+        """Return a copy of values."""
         made = self.empty(values.shape, values.dtype)
         made[...] = values
         return made
 
     def array(self, shape, dtype, address, strides=None):
-        """As cupy.ndarray."""
+        """Return an array at an address, as cupy.ndarray does."""
         return at(self.inside(address, _num_bytes(shape, np.dtype(dtype), strides)), shape, dtype, strides)
 
     def inside(self, address, num_bytes):
-        """The address, if as much lies there in one piece of memory that the rank sees."""
+        """Return the address, if as much lies there in one piece of memory that the rank sees."""
         with self.lock:
             number = bisect.bisect(self._places, (address, math.inf)) - 1
             begin, size, rank = self._places[max(0, number)]
@@ -288,7 +288,7 @@ class Machine:
         return address
 
     def begin_of(self, handle):
-        """The address of memory. With a seed, others may open it before its rank has made it."""
+        """Return the address of memory. With a seed, others may open it before its rank has made it."""
         with self.lock:
             if handle not in self._memories:
                 self._memories[handle] = self._placed(handle[0], handle[2])
@@ -306,7 +306,7 @@ class Machine:
         return memory
 
     def world(self, rank):
-        """All ranks ask for memory in the same order, so that handles are known before their rank has made them."""
+        """Return a communicator of ranks that ask for memory in one order: handles are known before they are made."""
         def of(other, result):
             return [(other, *handle[1:]) for handle in result] if isinstance(result, list) else result
 
@@ -356,7 +356,7 @@ class Machine:
         return enqueue
 
     def cupy(self):
-        """What `import cupy` finds."""
+        """Return the module that `import cupy` finds."""
         made = ModuleType("cupy")
         runtime = SimpleNamespace(
             memcpy=self._copy_at_once, memcpyAsync=self._copy, memcpy2DAsync=self._copy_rows, memcpyHostToDevice=1,
@@ -421,7 +421,7 @@ class Device(contextlib.nullcontext):
 
 @contextlib.contextmanager
 def installed(machine):
-    """Has the transports find a machine, and windows grow often."""
+    """Let the transports find a machine, and windows grow often."""
     from thdattn.comm.peer import reduce  # loads CuPy
 
     with (mock.patch.dict(sys.modules, cupy=machine.cupy()),

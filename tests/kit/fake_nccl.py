@@ -30,14 +30,14 @@ def groupEnd():
 
 
 class Operation:
-    """One launch of a rank. parts: its collectives and messages."""
+    """Launch of a rank. parts: its collectives and messages."""
 
     def __init__(self, previous):
         self.previous, self.parts, self.offered, self.written, self.ended = previous, [], False, False, False
 
 
 class Clique:
-    """What the communicators of all ranks share: collectives by number, and messages by sender, receiver and number."""
+    """State that all ranks share: collectives by number, and messages by sender, receiver and number."""
 
     def __init__(self, size):
         self.size = size
@@ -45,7 +45,7 @@ class Clique:
 
 
 class Communicator:
-    """That of a rank, as CuPy has it."""
+    """Communicator of a rank, as CuPy has it."""
 
     def __init__(self, machine, clique, rank):
         self._machine, self._clique, self._rank = machine, clique, rank
@@ -83,7 +83,7 @@ class Communicator:
         ]
 
     def _meeting(self, kind, other):
-        """Where the ranks of a collective, or the two of a message, find each other."""
+        """Return the table in which the ranks of a collective, or the two of a message, find each other."""
         table, key = self._clique.collectives, ()
         if kind in ("send", "recv"):
             table = self._clique.messages
@@ -93,7 +93,7 @@ class Communicator:
         return table[(*key, number)]
 
     def _is_met(self, operation, state):
-        """Whether all ranks that it meets have come to a state."""
+        """Return whether all ranks that it meets have come to a state."""
         for kind, *_, meeting in operation.parts:
             wanted = 2 if kind in ("send", "recv") else self._clique.size
             if len(meeting) < wanted or not all(getattr(theirs, state) for theirs, *_ in meeting.values()):

@@ -1,4 +1,4 @@
-"""Starts programs in which a rank fails and sees to their end, for CPU and GPU tests."""
+"""Programs in which a rank fails, and their end, for CPU and GPU tests."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Job:
 
     @property
     def errors(self) -> str:
-        """What all ranks and the launcher said on stderr."""
+        """Output of all ranks and the launcher on stderr."""
         return "".join(self._said["stderr"])
 
     def end(self, deadline: float) -> str:
-        """The same, in the end; fails unless every process ends in time and no rank says anything on stdout."""
+        """Return the errors in the end; fail unless every process ends in time and no rank prints to stdout."""
         try:
             self._wait(lambda: " and fails" in self.errors, SECONDS_TO_BEGIN, "rank 1 did not fail")
             self._wait(lambda: self._process.poll() is not None, deadline + SECONDS_TO_END, "the launcher still runs")
@@ -70,7 +70,7 @@ class Job:
         return [int(number) for number in PROCESS.findall(self.errors)]
 
     def clean_up(self) -> None:
-        """Ends what still runs."""
+        """End what still runs."""
         if self._process.poll() is None:
             launch.end(self._process)
         for process in self._running():
@@ -79,7 +79,7 @@ class Job:
 
 
 def ends(jobs: dict[str, Job], deadline: float) -> dict[str, str]:
-    """What `end` returns of jobs that run at the same time."""
+    """Return the errors of jobs that run at the same time, see `end`."""
     try:
         return {name: job.end(deadline) for name, job in jobs.items()}
     finally:
@@ -90,7 +90,7 @@ def ends(jobs: dict[str, Job], deadline: float) -> dict[str, str]:
 def said(
     rank: int, size: int, operation: str, limit: float, late: str = "one has died, has stopped, never came or .*"
 ) -> re.Pattern[str]:
-    """What a rank says at its deadline, of a size that it knows unless that is 0; operation and late are patterns."""
+    """Return the pattern of a rank's last words at its deadline; it knows the size unless that is 0."""
     who = f"rank {rank}{f' of {size}' if size else ''} on {HOST}"
     return re.compile(
         rf"^thdattn: {who}: {operation} has not completed within {limit:g} s \(waited (\d+\.\d) s\), ending all ranks: "
@@ -98,7 +98,7 @@ def said(
 
 
 def missed(size: int, operation: str, missing: str, host: str = HOST) -> re.Pattern[str]:
-    """What a rank says before its deadline of a missing one, which is rank 1; operation and missing are patterns."""
+    """Return the pattern of a rank's words on a missing rank 1, before its deadline."""
     return re.compile(
         rf"^thdattn: rank [02-9] of {size} on {host}: {operation} waits in vain \(waited (\d+\.\d) s\), ending all "
         rf"ranks: rank 1 of {size} on {host} {missing}; "
@@ -107,7 +107,7 @@ def missed(size: int, operation: str, missing: str, host: str = HOST) -> re.Patt
 
 
 def is_running(process: int) -> bool:
-    """Whether there is such a process; one that has ended may wait for ever for a parent that asks for its status."""
+    """Return whether such a process runs; one that has ended may wait for ever for its parent to ask for its status."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -116,7 +116,7 @@ def is_running(process: int) -> bool:
 
 
 def until(lines: Iterable[str], pattern: str) -> Iterator[str]:
-    """The lines up to the first one of a pattern."""
+    """Yield the lines up to the first one of a pattern."""
     for line in lines:
         yield line
         if re.search(pattern, line):
@@ -124,7 +124,7 @@ def until(lines: Iterable[str], pattern: str) -> Iterator[str]:
 
 
 def side_processes(rank: str) -> list[str]:
-    """The side processes that a process has or had."""
+    """Return the side processes that a process has or had."""
     ending = f"/heartbeat.py\0\\d+\0{rank}\0$"
     found = []
     for process in Path("/proc").glob("[0-9]*"):

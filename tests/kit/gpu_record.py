@@ -19,7 +19,7 @@ OUTCOMES = {"passed": "passed", "failed": "failed", "error": "failed", "skipped"
 
 
 def run(command: str, stats: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-    """What became of the tests of one run.
+    """Summarise the tests of one run.
 
     Args:
         command: what was run.
@@ -53,13 +53,13 @@ def run(command: str, stats: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
 
 
 def _reason(report: Any) -> str:
-    """Why a test was skipped, without where that is said."""
+    """Return the reason of a skip, without its place."""
     where = report.longrepr
     return str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")
 
 
 def save(path: Path, machine: dict[str, Any], made: dict[str, Any]) -> None:
-    """Adds a run to the entry of its machine; runs on other GPUs may end at the same time."""
+    """Add a run to the entry of its machine; runs on other GPUs may end at the same time."""
     with records(path) as found:
         name = f"{machine['num_gpus']}x {machine['gpu']}{', shared by ranks' if machine.get('shared') else ''}"
         entry = found.get(name, {})
@@ -69,7 +69,7 @@ def save(path: Path, machine: dict[str, Any], made: dict[str, Any]) -> None:
 
 
 def machine() -> dict[str, Any] | None:
-    """The GPUs, the software under the kernels, and the hash of their sources; None without a GPU."""
+    """Return the GPUs, the software under the kernels, and the hash of their sources; None without a GPU."""
     try:
         import cupy
 

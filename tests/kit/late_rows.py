@@ -10,7 +10,7 @@ from thdattn.methods import group_cast
 
 
 def come_late(monkeypatch: Any) -> None:
-    """Rows from other ranks are NaN until somebody waits for them."""
+    """Let rows from other ranks be NaN until somebody waits for them."""
     exchange = LocalComm._exchange
 
     def delayed(self: LocalComm, sends: Any, recvs: Any, sizes: Any) -> Any:
@@ -29,6 +29,6 @@ def come_late(monkeypatch: Any) -> None:
 
 
 def hide_all(monkeypatch: Any) -> None:
-    """Every exchange of needed rows is hidden, however little travels and whatever the comm can do."""
+    """Overlap every exchange of needed rows, however small and whatever the comm can do."""
     monkeypatch.setattr(group_cast, "is_worth_overlapping", lambda *_: True)
     monkeypatch.setattr(transport, "WORTH_COPYING", 0)

@@ -1,4 +1,4 @@
-"""Starts rank programs under mpiexec or torchrun, for every test that needs real ranks."""
+"""Launchers of rank programs under mpiexec or torchrun, for every test that needs real ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS = Path(__file__).resolve().parent / "ranks"
 
 
 def mpiexec(n: int) -> list[str]:
-    """The command that starts n ranks; skips the test if this machine has no mpiexec or no mpi4py."""
+    """Return the command that starts n ranks; skip the test if this machine has no mpiexec or no mpi4py."""
     command = launcher.mpiexec()
     if command is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py and mpiexec: pip install 'thdattn[mpich]'")
@@ -38,7 +38,7 @@ def run_ranks(
 def run_gpu_ranks(
     cupy: Any, n: int, program: Path, *arguments: str, timeout: float = 180.0, by: Callable[..., Any] = run_ranks
 ) -> Any:
-    """The same where each rank has a GPU; skips the test if there are fewer."""
+    """Run ranks with a GPU each; skip the test if there are fewer."""
     need_gpus(cupy, n)
     return by(n, program, *arguments, timeout=timeout)
 
@@ -50,18 +50,18 @@ def need_gpus(cupy: Any, n: int) -> None:
 
 
 def all_done(run: subprocess.CompletedProcess[str], n: int, what: str) -> None:
-    """All n ranks have ended well, and have said that something is done."""
+    """Assert that all n ranks have ended well, and have said that something is done."""
     assert run.returncode == 0, run.stderr
     assert run.stdout.count(f"{what} done") == n, run.stdout
 
 
 def run_torchrun(n: int, program: Path, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """The same with n processes of torchrun; skips the test if PyTorch is missing."""
+    """Run a program as n processes of torchrun; skip the test if PyTorch is missing."""
     return run([*torchrun(n), str(program), *arguments], timeout)
 
 
 def torchrun(n: int) -> list[str]:
-    """The command that starts n processes of torchrun; skips the test if PyTorch is missing."""
+    """Return the command that starts n processes of torchrun; skip the test if PyTorch is missing."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs PyTorch")
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]

@@ -13,7 +13,7 @@ SIZE = 2
 
 
 class World:
-    """As much of MPI's communicator as windows need."""
+    """Communicator of MPI, as far as windows use it."""
 
     rank, size = 0, SIZE
 
@@ -22,13 +22,13 @@ class World:
 
 
 class Window(windows.Window):
-    """The other rank sees the same memory, and does what this one does at the same time.
+    """Window of a rank whose other rank sees the same memory, and does the same at the same time.
 
     What it has of this one's rows is what this one has; what it gets of its own nobody reads.
     """
 
     def flags_there(self) -> list[int]:
-        """It sets what the other rank would, at the same time."""
+        """Return flags of this rank that the other one would set at the same time."""
         return [at + windows.flags_of(rank) for rank, at in enumerate(self._at)]
 
     def owner_partials(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ class Mirror(thdattn.comm.Comm):
 
 
 class Loopback(Mirror):
-    """The same by peer memory."""
+    """Mirror by peer memory."""
 
     name, overlaps, reads_peers = "loopback", True, True
 
@@ -100,7 +100,7 @@ class Loopback(Mirror):
         self.drop_partials = self.peer.drop_partials  # type: ignore[method-assign]
 
     def all_to_all(self, swap: Any, sends: Any, recvs: Any, at_once: bool = False) -> Any:
-        """As NcclComm does; counts those of the kernel."""
+        """Exchange as NcclComm does; count exchanges by the kernel."""
         if not self.peer.exchanges_by_kernel(swap, at_once):
             return super().all_to_all(swap, sends, recvs, at_once)
         self.by_kernel += 1

@@ -57,11 +57,11 @@ class Case:
 
     @property
     def valid(self) -> np.ndarray:
-        """(total_rows,) bool, the rows that hold a token."""
+        """Return (total_rows,) bool, True for the rows that hold a token."""
         return np.isin(np.arange(self.batch.total_rows), token_rows(self.batch))
 
     def mixer(self, comm: thdattn.comm.Comm, dtype: Any, **options: Any) -> thdattn.Mamba2Mixer:
-        """On the NumPy engine, if options do not say otherwise."""
+        """Make a mixer, on the NumPy engine unless options say otherwise."""
         options = {"engine": "reference", **options}
         if self.norm:
             place = "after_gate" if self.norm.after_gate else "before_gate"
@@ -106,13 +106,13 @@ MANY = Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 1000).t
 
 
 def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]:
-    """zxbcdt, weights, dout; all rows hold numbers."""
+    """Draw zxbcdt, weights, dout; all rows hold numbers."""
     rng = np.random.default_rng(zlib.crc32(f"{case.name} {seed}".encode()))
     return draw_mixer_inputs(rng, case.batch.total_rows, (*case.sizes, case.conv_width), dtype, norm=bool(case.norm))
 
 
 def extreme_inputs() -> tuple[Case, tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]]:
-    """A case of GPU_SIZES and its inputs in bfloat16: steps of 0 to 100, and heads that forget nothing or all."""
+    """Return a case of GPU_SIZES and its bfloat16 inputs: steps of 0 to 100, and heads that forget nothing or all."""
     case = Case("extreme", (90, 3, 1070), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
     steps = np.random.default_rng(0).choice([-200, -20, -7, 0, 3, 30, 100], (len(zxbcdt), 8))
@@ -122,7 +122,7 @@ def extreme_inputs() -> tuple[Case, tuple[np.ndarray, thdattn.Mamba2Weights, np.
 
 
 def adding_up(weights: thdattn.Mamba2Weights) -> thdattn.Mamba2Weights:
-    """Those of a mixer that hardly forgets, and whose convolution passes a row on as it is."""
+    """Return weights of a mixer that hardly forgets, and whose convolution returns its rows unchanged."""
     own_row = np.zeros_like(weights.conv_weight)
     own_row[:, -1] = 1
     return thdattn.Mamba2Weights(own_row, 0 * weights.conv_bias, np.full_like(weights.A_log, -14), 0 * weights.D,
@@ -131,7 +131,7 @@ def adding_up(weights: thdattn.Mamba2Weights) -> thdattn.Mamba2Weights:
 
 @cache
 def truth(case: Case, dtype: Any, rounding: Any = None) -> Result:
-    """The oracle's answer for random_inputs, or plain maths with a rounding."""
+    """Return the oracle's answer for random_inputs, or plain maths with a rounding."""
     zxbcdt, weights, dout = random_inputs(case, dtype)
     return oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes, rounding, case.norm)
 
@@ -139,7 +139,7 @@ def truth(case: Case, dtype: Any, rounding: Any = None) -> Result:
 def run(
     case: Case, cp_size: int, dtype: Any, inputs: Any = None, fill: float = np.nan, xp: Any = np, **options: Any
 ) -> dict[str, np.ndarray]:
-    """FIELDS of a mixer over simulated ranks: whole packs, and gradients of weights by rank, on the host.
+    """Return FIELDS of a mixer over simulated ranks: whole packs, and gradients of weights by rank, on the host.
 
     Args:
         inputs: as random_inputs.
@@ -156,7 +156,7 @@ def run(
 def run_rank(
     case: Case, comm: thdattn.comm.Comm, dtype: Any, inputs: Any, fill: float = np.nan, xp: Any = np, **options: Any
 ) -> tuple[np.ndarray, ...]:
-    """FIELDS of one rank."""
+    """Return FIELDS of one rank."""
     zxbcdt, weights, dout = inputs
     mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda", **options)
     plan = mixer.plan(case.batch)
@@ -220,7 +220,7 @@ def check_gradients(
 
 
 def two_layers(case: Case, comm: thdattn.comm.Comm, dtype: Any, xp: Any, keep: bool) -> list[np.ndarray]:
-    """Gradients of two layers of a plan, whose forwards follow each other, of one rank. keep: see Mamba2Mixer."""
+    """Return one rank's gradients of two layers of a plan, whose forwards follow each other. keep: see Mamba2Mixer."""
     mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda", keep_activations=keep)
     plan = mixer.plan(case.batch)
     layers = []
@@ -234,7 +234,7 @@ def two_layers(case: Case, comm: thdattn.comm.Comm, dtype: Any, xp: Any, keep: b
 
 
 def assembled(case: Case, ranks: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-    """FIELDS of all ranks, and norm_weight with a norm: whole packs, and gradients of weights by rank."""
+    """Return FIELDS of all ranks, and norm_weight with a norm: whole packs, and gradients of weights by rank."""
     sharding = thdattn.Sharding(case.batch, len(ranks), "contiguous")
     packs = [sharding.unshard([rank[i] for rank in ranks]) for i in range(2)]
     of_weights = [np.stack(each) for each in zip(*(rank[2:] for rank in ranks), strict=True)]
@@ -242,7 +242,7 @@ def assembled(case: Case, ranks: Sequence[tuple[np.ndarray, ...]]) -> dict[str, 
 
 
 def assert_equal(made: dict[str, np.ndarray], exact: Result, error: float) -> None:
-    """All fields are those of the oracle but for an error relative to the largest value of each."""
+    """Assert that all fields are the oracle's, up to an error relative to the largest value of each."""
     for field in made:
         actual = made[field] if field in ("out", "zxbcdt") else made[field].astype(np.float64).sum(axis=0)
         wanted = getattr(exact, field)

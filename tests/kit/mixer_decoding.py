@@ -23,7 +23,7 @@ SINGLE = thdattn.comm.init("single")
 
 
 def prompts_of(case: Case, prompts: tuple[int, ...]) -> Case:
-    """The pack of the prompts, with padding between."""
+    """Return the pack of the prompts, with padding between."""
     return replace(case, name="prompts", lengths=prompts, padded=tuple(n + i % 3 for i, n in enumerate(prompts)))
 
 
@@ -31,7 +31,7 @@ def filled_cache(
     mixer: thdattn.Mamba2Mixer, case: Case, prompts: tuple[int, ...], texts: list[np.ndarray],
     weights: thdattn.Mamba2Weights, xp: Any,
 ) -> tuple[thdattn.Mamba2Cache, list[np.ndarray]]:
-    """A cache, NaN before it is filled, after the prompts, and the forward's rows of these."""
+    """Return a cache after the prompts, NaN before it is filled, and the forward's rows of these."""
     batch = prompts_of(case, prompts).batch
     packed = batch.pack([text[:n] for text, n in zip(texts, prompts, strict=True)], fill=np.nan)
     out, saved = mixer.forward(xp.asarray(packed), weights, mixer.plan(batch))
@@ -43,7 +43,7 @@ def filled_cache(
 
 
 def decode_all(case: Case, prompts: tuple[int, ...], dtype: Any, engine: str, xp: Any) -> np.ndarray:
-    """out of all texts, packed as the case: the prompts by forward, the rest by decode.
+    """Return out of all texts, packed as the case: the prompts by forward, the rest by decode.
 
     Texts that are done are not active, and have rows of NaN.
     """
@@ -65,6 +65,6 @@ def decode_all(case: Case, prompts: tuple[int, ...], dtype: Any, engine: str, xp
 
 
 def assert_rounded_once(out: np.ndarray, exact: np.ndarray) -> None:
-    """Asserts that the RMS error of out is that of the exact result in its dtype."""
+    """Assert that the RMS error of out is that of the exact result in its dtype."""
     allowed, error = (np.sqrt(np.mean((x.astype(np.float64) - exact) ** 2)) for x in (exact.astype(out.dtype), out))
     assert error <= 1.05 * allowed, f"RMS error {error:.2e}, allowed 1.05 * {allowed:.2e}"

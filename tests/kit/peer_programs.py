@@ -37,7 +37,7 @@ WEIGHTS = np.arange(1, 1000, dtype=np.float32)[:, None, None]
 
 
 def mix(x):
-    """A sum that tells rows from each other."""
+    """Return a sum that tells rows from each other."""
     return (WEIGHTS[: len(x)] * x).sum(0)
 
 
@@ -45,7 +45,7 @@ def mix(x):
 
 
 class Engine:
-    """What the pipeline asks of an engine, as kernels on the current stream that compute simpler things.
+    """Engine for the pipeline, with kernels on the current stream that compute simpler things.
 
     fails: the step that raises next, as where there is no memory left, on all ranks; "": none does.
     """
@@ -56,11 +56,11 @@ class Engine:
         self.machine = machine
 
     def empty(self, shape, dtype):
-        """An array; of integers one of its own, as plans compute theirs at once, and not in the order of a stream."""
+        """Return an array; of integers one of its own, as plans compute theirs at once, not in stream order."""
         return np.empty(shape, dtype) if np.dtype(dtype).kind == "i" else self.machine.empty(shape, dtype)
 
     def poisoned(self, shape, dtype):
-        """An array that the current stream fills with NaN, as what used its memory last may write there until now."""
+        """Return an array that the current stream fills with NaN, as earlier users may write there until now."""
         made = self.empty(shape, dtype)
         self.machine.stream.launch(lambda x: x.fill(np.nan), made)
         return made
@@ -124,7 +124,7 @@ class Engine:
         return outputs.dq, None, None
 
     def nan_if_invalid(self, plan, *results):
-        """Lengths are right."""
+        """Do nothing: lengths are right."""
 
 
 class Plan:
@@ -150,7 +150,7 @@ class Plan:
 
 
 class Layer:
-    """One attention of a plan: inputs of all ranks, by number, and what must come out on this one."""
+    """Attention of a plan: inputs of all ranks, by number, and what must come out on this one."""
 
     def __init__(self, program, plan, number):
         self.program, self.plan = program, plan
@@ -158,7 +158,7 @@ class Layer:
         self.write(number)
 
     def write(self, number):
-        """Other inputs, in the same arrays."""
+        """Write other inputs into the same arrays."""
         shape = self.plan.cp_size, 4, self.plan.local_key_rows, HEADS, WIDTH
         made = np.random.default_rng(number).integers(-4, 5, shape).astype(np.float32)
         for x, values in zip(self.inputs, made[self.plan.cp_rank], strict=True):
@@ -217,7 +217,7 @@ class Exchange:
         return self.program.engine.empty((rows, HEADS, WIDTH), np.float32)
 
     def write(self, number):
-        """Other rows, in the same arrays."""
+        """Write other rows into the same arrays."""
         rank, rng, sources, self.wanted = self.program.comm.rank, np.random.default_rng(number), iter(self.sources), []
         for sender, receiver, rows in self.slices:
             made = rng.integers(-99, 99, (rows, HEADS, WIDTH)).astype(np.float32)
@@ -264,7 +264,7 @@ class Swap(Exchange):
         self.write(next(program.numbers))
 
     def shapes(self, rank, share):
-        """Of a rank's rows and of some heads."""
+        """Return the shapes of a rank's rows of all heads, and of all rows of some heads."""
         return (self.rows[rank], len(self.rows) * share, WIDTH), (sum(self.rows), share, WIDTH)
 
     def write(self, number):
@@ -286,7 +286,7 @@ class Swap(Exchange):
         return self
 
     def ends(self, each):
-        """Where what each rank has begins and ends, of so many each."""
+        """Return the begins and the ends of the ranks' shares, of so many each."""
         return tuple(itertools.accumulate(each[:-1], initial=0)), tuple(itertools.accumulate(each))
 
 
@@ -332,7 +332,7 @@ class Pack:
             layer.check(layer.dk_dv())
 
     def exchange(self, draw):
-        """Starts one, or some, and forgets what it sent; other arrays get its memory."""
+        """Start one or some, and forget what they sent; other arrays get its memory."""
         for _ in range(draw.choice([1, 1, 3])):
             self.exchanging.append(draw.choice([Exchange, Swap])(self.program, draw).start())
             self.exchanging[-1].sources.clear()
@@ -348,14 +348,14 @@ class Pack:
             self.program.machine.stream = self.stream
 
     def drop(self, draw):
-        """Forgets what is on its way; other arrays get its memory."""
+        """Forget what is under way; other arrays get its memory."""
         for under_way in (self.early, self.summing):
             if under_way and draw.random() < 0.5:
                 under_way.pop(0)
                 self.forward(draw)
 
     def capture(self, draw):
-        """Two layers, forward and backward, the second one's keys asked for early."""
+        """Capture two layers, forward and backward, the second one's keys asked for early."""
         if self.early:
             return
         layers, groups, at_once = [self.layer() for _ in range(2)], draw.choice(GROUPS), draw.random() < 0.5
@@ -431,7 +431,7 @@ class Program:
 
     @contextlib.contextmanager
     def failing(self, draw):
-        """An attention within may raise, or a window that has to grow, on all ranks."""
+        """Let an attention within raise, or a window that has to grow, on all ranks."""
         def is_full(step, about):
             if step == "allocate":
                 raise CUDARuntimeError(2)
@@ -461,7 +461,7 @@ def machine_of(size, seed):
 
 
 def results(size, seed, enqueue=Program.enqueue, by_nccl=False):
-    """(checked, wrong) of one random program, or of one that enqueues this, on one random order of steps."""
+    """Return (checked, wrong) of one random program, or of one that enqueues this, on one random order of steps."""
     with machine_of(size, seed) as machine:
         programs, cliques = [], [fake_nccl.Clique(size) for _ in range(2 * by_nccl)]
         for rank in range(size):

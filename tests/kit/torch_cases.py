@@ -1,4 +1,4 @@
-"""What tests of thdattn.torch share: documents, their attention by torch itself, and by ranks of thdattn."""
+"""Documents for tests of thdattn.torch, their attention by torch itself, and by ranks of thdattn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MASKS = [(True, (-1, -1)), (False, (-1, -1)), (True, (20, 0)), (False, (7, 30))]
 
 
 def random_documents(dtype, key_lengths=LENGTHS):
-    """q, k, v, dout of every document, float64 with values of the dtype."""
+    """Draw q, k, v, dout of every document, float64 with values of the dtype."""
     rng = np.random.default_rng(0)
     return [
         [rng.standard_normal((n, heads, HEAD_DIM)).astype(dtype).astype(np.float64) for n in lengths]
@@ -26,7 +26,7 @@ def random_documents(dtype, key_lengths=LENGTHS):
 
 
 def by_torch(documents, dtype, causal, window):
-    """out, dq, dk, dv of the pack in torch's attention on the CPU, in a torch dtype; float64, (total_tokens, ...)."""
+    """Compute out, dq, dk, dv of the pack by torch on the CPU, in a torch dtype; float64, (total_tokens, ...)."""
     results = []
     for q, k, v, dout in zip(*documents, strict=True):
         leaves = [torch.from_numpy(x).to(dtype).requires_grad_() for x in (q, k, v)]
@@ -46,7 +46,7 @@ def by_torch(documents, dtype, causal, window):
 
 
 def by_ranks(documents, dtype, causal, window, cp_size, device="cpu", way=None):
-    """out, dq, dk, dv of the pack in thdattn.torch, in a torch dtype; float64, padding is checked to be 0.
+    """Compute out, dq, dk, dv of the pack by thdattn.torch, in a torch dtype; float64, and check that padding is 0.
 
     way: of ways.py, how ranks work together; None: as they do by default.
     """
@@ -84,7 +84,7 @@ def cp_attention(comm, dtype, device="cpu", **options):
 
 
 def one_layer(dtype=torch.float64, rows=8):
-    """(attn, plan, q, k, v) of one rank on the CPU, with gradients asked for."""
+    """Return (attn, plan, q, k, v) of one rank on the CPU, with gradients asked for."""
     attn = cp_attention(thdattn.comm.init("single"), dtype)
     plan = attn.plan(thdattn.PackedBatch.from_lengths([rows]))
     torch.manual_seed(0)

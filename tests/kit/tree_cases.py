@@ -38,7 +38,7 @@ def draw_trees(rng: np.random.Generator, most_nodes: int, most_tokens: int) -> t
 
 
 def random_case(seed: int, sharding: str = "dual_chunk") -> Case:
-    """A case of random trees."""
+    """Return a case of random trees."""
     rng = np.random.default_rng([seed, 44])
     lengths, parents = draw_trees(rng, 24, 400)
     return replace(MIXED, name=f"trees-random-{seed}", lengths=lengths, parents=parents, sharding=sharding,
@@ -46,7 +46,7 @@ def random_case(seed: int, sharding: str = "dual_chunk") -> Case:
 
 
 def sees(lengths: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-    """Which key each query sees, (tokens, tokens) bool, of all trees together, one pair of nodes after the other."""
+    """Return (tokens, tokens) bool, True where a query sees a key, of all trees together, pair of nodes by pair."""
     node_of = np.repeat(np.arange(len(lengths)), lengths)
     seen = np.zeros((len(node_of), len(node_of)), bool)
     for node, parent in enumerate(parents):
@@ -59,7 +59,7 @@ def sees(lengths: Sequence[int], parents: Sequence[int]) -> np.ndarray:
 
 
 def unrolled(batch: thdattn.PackedBatch) -> tuple[thdattn.PackedBatch, np.ndarray]:
-    """The batch of the paths, without padding, and the row of the trees that each of its rows stands for."""
+    """Return the batch of the paths, without padding, and the row of the trees for each of its rows."""
     paths = batch.paths()
     rows = np.concatenate([np.zeros(0, int), *paths])
     return thdattn.PackedBatch.from_lengths([len(path) for path in paths]), rows

@@ -29,17 +29,17 @@ class Way:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query heads and kv heads that it can spread; fewer kv heads than ranks where that is allowed."""
+        """Query heads and kv heads that the method can spread; fewer kv heads than ranks where that is allowed."""
         return (6, 3) if self.cp_size % 3 == 0 and self.inner is None else (8, 4 if self.inner == 4 else 2)
 
     def comm(self, comm: Comm) -> Any:
-        """What CPAttention takes for these ranks."""
+        """Make what CPAttention takes for these ranks."""
         if self.inner is None:
             return comm
         return comm.split(comm.rank // self.inner), comm.split(comm.rank % self.inner)
 
     def batch(self, case: Case) -> thdattn.PackedBatch:
-        """Padded no more than the rows' own rule asks for."""
+        """Return the case's batch, padded no more than the rows' own rule asks for."""
         return replace(case, sharding=self.sharding).batch(self.cp_size // (self.inner or 1))
 
 
@@ -54,7 +54,7 @@ def run_way(case: Case, way: Way, dtype: Any, **options: Any) -> Outcome:
 
 
 def ways(*grids: tuple[int, int], sizes: tuple[int, ...] = (), heads: tuple[int, ...] = ()) -> list[Way]:
-    """Every method and sharding.
+    """Return every method with every sharding.
 
     Args:
         grids: of two levels, ranks of a group and groups.
@@ -100,5 +100,5 @@ TELLING = [*ways((2, 2), sizes=(3,), heads=(4,)), Way("a2a", "contiguous", 2)]
 
 
 def of(way: Way, name: str) -> Case:
-    """The case of a name with narrow heads, as many as the way can spread."""
+    """Return the case of a name with narrow heads, as many as the way can spread."""
     return replace(BY_NAME[name], heads=way.heads, dims=(12, 8))

@@ -37,7 +37,7 @@ class OnAGpu:
 
 
 class DeviceOffsets(OnAGpu):
-    """Offsets on a GPU, as far as the host may look."""
+    """Offsets on a GPU, of which the host may read shape and dtype."""
 
     def __init__(self, num_offsets, dtype="int32"):
         super().__init__((num_offsets,), dtype)
@@ -75,17 +75,17 @@ NO_INTS = (("8", "'8', a str"), (True, "True, a bool"), (np.True_, "np.True_, a 
 
 
 def no_ints(*names):
-    """Rows for `table` of what no int argument of these names takes."""
+    """Return rows for `table` of what no int argument of these names takes."""
     return [(name, value, TypeError, f"{name} is {found}; wanted an int") for name in names for value, found in NO_INTS]
 
 
 def refuses(call, argument, value, kind, message):
-    """Asserts that call(argument=value) raises this error, and that all four parts are in its message."""
+    """Assert that call(argument=value) raises this error, and that all four parts are in its message."""
     is_refused(partial(call, **{argument: value}), kind, message)
 
 
 def is_refused(call, kind, message):
-    """Asserts that call() raises this error with name, found, wanted and remedy; " … " stands for anything."""
+    """Assert that call() raises this error with name, found, wanted and remedy; " … " stands for anything."""
     with pytest.raises(kind) as caught:
         call()
     text = str(caught.value)
@@ -96,13 +96,13 @@ def is_refused(call, kind, message):
 
 
 def table(*rows):
-    """The rows, named after what they pass."""
+    """Parametrise a test with the rows, named after what they pass."""
     return pytest.mark.parametrize(
         ("argument", "value", "kind", "message"), [pytest.param(*row, id=f"{row[0]}-{i}") for i, row in enumerate(rows)]
     )
 
 
 def calls(*rows):
-    """The rows (call, kind, message) for is_refused, named after their messages."""
+    """Parametrise a test with rows (call, kind, message) for is_refused, named after their messages."""
     return pytest.mark.parametrize(
         ("call", "kind", "message"), [pytest.param(*row, id=f"{row[2][:40]}-{i}") for i, row in enumerate(rows)])

@@ -29,7 +29,7 @@ NAMES = ("worked-example", "edge-lengths", "all-empty", "no-sequences-slack", "g
 
 
 def run_cases(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Every rank computes its rows; rank 0 compares what they make together with the oracle."""
+    """Compute each rank's rows; rank 0 compares them all with the oracle."""
     on_gpu = "cuda" in comm.devices
     for case in map(CASES.get, NAMES):
         case = case if on_gpu else case.slim()
@@ -51,7 +51,7 @@ METHODS = (
 
 
 def run_methods(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Every method, its groups made by split, against the oracle; one pack also with groups of heads.
+    """Compare every method with the oracle, its groups made by split; one pack also with groups of heads.
 
     On the host less of it: simulated ranks have computed the rest, and only what travels is another.
     """
@@ -68,7 +68,7 @@ def run_methods(comm: thdattn.comm.Comm, xp: Any) -> None:
 
 
 def run_method(comm: thdattn.comm.Comm, comms: Any, xp: Any, case: Case, way: Way, options: dict[str, Any]) -> None:
-    """One case by one method, and again with another plan of the same batch; on GPUs also in the same buffers."""
+    """Run a case by a method, and again with another plan of the same batch; on GPUs also in the same buffers."""
     layer = case.attention(comms, BFLOAT16, deterministic=True, cp_comm_type=way.cp_comm_type, **options)
     plans = [layer.plan(way.batch(case), way.sharding) for _ in range(2)]
     first, *others = (
@@ -82,7 +82,7 @@ def run_method(comm: thdattn.comm.Comm, comms: Any, xp: Any, case: Case, way: Wa
 
 
 def run_hidden(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Needed rows travel while others are computed: several layers one after another, each against the oracle.
+    """Exchange needed rows while others are computed: several layers one after another, each against the oracle.
 
     Forward and deterministic gradients have the bits that they have if nothing is hidden.
     """
@@ -108,7 +108,7 @@ def run_hidden(comm: thdattn.comm.Comm, xp: Any) -> None:
 
 
 def run_bits(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Deterministic results by NCCL beside kernels have the bits of those by peer memory."""
+    """Check that deterministic results by NCCL beside kernels have the bits of those by peer memory."""
     assert comm.reads_peers
     other = thdattn.comm.init(comm.name, transport="nccl")
     assert other.overlaps and not other.reads_peers
@@ -131,7 +131,7 @@ def run_bits(comm: thdattn.comm.Comm, xp: Any) -> None:
 
 
 def gather(comm: thdattn.comm.Comm, result: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Every rank's result, by other means than the comm itself."""
+    """Return every rank's result, by other means than the comm itself."""
     if comm.name == "torch":
         import torch
 
@@ -152,7 +152,7 @@ def attend(comm: thdattn.comm.Comm, xp: Any, case: Any, dtype: Any) -> dict[str,
 
 
 def fail_on_one_rank(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """The last rank passes q of the wrong shape, while the others wait for it in the first collective."""
+    """Pass q of the wrong shape on the last rank, while the others wait for it in the first collective."""
     case = CASES["causal"]
     attention = case.attention(comm, BFLOAT16)
     plan = attention.plan(case.batch(comm.size))
@@ -163,7 +163,7 @@ def fail_on_one_rank(comm: thdattn.comm.Comm, xp: Any) -> None:
 
 
 def disagree(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """The last rank has a batch of its own."""
+    """Plan a batch of its own on the last rank."""
     batch = thdattn.PackedBatch.from_lengths([64, 32 if comm.rank < comm.size - 1 else 64], 2 * comm.size)
     try:
         thdattn.CPAttention(comm, 2, 64).plan(batch)

@@ -32,7 +32,7 @@ SUMMED = [BFLOAT16, *map(np.dtype, ("float16", "float32", "float64", "int32", "i
 
 
 def check_contract(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Every promise of Comm that a correct program relies on; xp is numpy or cupy. Closes the comm."""
+    """Check every promise of Comm that a correct program relies on, and close the comm; xp is numpy or cupy."""
     check_exchange(comm, xp)
     check_swap(comm, xp)
     check_all_but_exchange(comm, xp)
@@ -117,7 +117,7 @@ def check_many_collectives_in_a_row(comm: thdattn.comm.Comm, xp: Any) -> None:
 
 
 def check_bad_arguments_are_named(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """All ranks make the same mistake, so all raise before anything is sent."""
+    """Make the same mistake on all ranks, so that all raise before anything is sent."""
     n = comm.size
     two = xp.zeros((2, 4), np.float32)
     gathered = xp.zeros((2 * n, 4), np.float32)
@@ -144,7 +144,7 @@ def check_bad_arguments_are_named(comm: thdattn.comm.Comm, xp: Any) -> None:
 
 
 def check_bad_host_arrays_are_named(comm: thdattn.comm.Comm) -> None:
-    """What NumPy has and CuPy has not."""
+    """Check arrays that NumPy has and CuPy has not."""
     n = comm.size
     objects, swapped = np.zeros((2, 4), object), np.zeros((2, 4), ">f4")
     assert "send is of dtype |O" in raises(TypeError, comm.all_gather, objects, np.zeros((2 * n, 4), object))
@@ -160,7 +160,7 @@ def check_bad_host_arrays_are_named(comm: thdattn.comm.Comm) -> None:
 
 
 def poisoned(xp: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Bytes all ones: NaN in every floating dtype, so that a row nobody wrote shows."""
+    """Return bytes all ones: NaN in every floating dtype, so that a row nobody wrote shows."""
     size = int(np.prod(shape)) * dtype.itemsize
     return xp.asarray(np.full(size, 0xFF, np.uint8).view(dtype).reshape(shape))
 
@@ -171,7 +171,7 @@ def arrays_of(comm: thdattn.comm.Comm) -> Any:
 
 
 def join(backend: str, size: int, transport: str = "auto") -> thdattn.comm.Comm:
-    """The ranks of a backend of init, or below torchrun those of "torch-gloo" and "torch-nccl"."""
+    """Return the ranks of a backend of init, or below torchrun those of "torch-gloo" and "torch-nccl"."""
     if not backend.startswith("torch-"):
         comm = thdattn.comm.init(backend, transport=transport)
     else:

@@ -30,7 +30,7 @@ class Slice:
         self.values = np.frombuffer(draw.randbytes(self.num_bytes), self.dtype).reshape(self.shape)
 
     def whole(self, side: int, values: np.ndarray | None) -> np.ndarray:
-        """The array that the slice is of, with bytes all ones around the values."""
+        """Return the array that the slice is of, with bytes all ones around the values."""
         (rows, heads, width), (before, after) = self.shape, self.others[side]
         size = rows * (before + heads + after) * width * self.dtype.itemsize
         made = np.full(size, 0xFF, np.uint8).view(self.dtype).reshape(rows, before + heads + after, width)
@@ -43,23 +43,23 @@ class Slice:
         return whole[:, before : before + heads]
 
     def sent(self, whole: Any) -> Any:
-        """As the sender hands it over: without a width where that is 1."""
+        """Return the slice as the sender passes it: without a width where that is 1."""
         part = self.part(SENDER, whole)
         return part.reshape(part.shape[:2]) if self.shape[2] == 1 else part
 
     def received(self, whole: Any) -> Any:
-        """As the receiver does, maybe as bytes."""
+        """Return the slice as the receiver passes it, maybe as bytes."""
         return self.part(RECEIVER, whole.view(np.uint8) if self.as_bytes and whole.size else whole)
 
 
 def check_exchange(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Random slices from every rank to every other one, several exchanges under way at a time; xp is numpy or cupy."""
+    """Send random slices from every rank to every other one, several exchanges at a time; xp is numpy or cupy."""
     check_all_arrive(comm, xp, start_exchange, [0, 1, 3])
     check_bad_slices_are_named(comm, xp)
 
 
 def check_swap(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Random arrays of some rows of all heads become those of all rows of some, and back; several under way."""
+    """Swap random arrays of some rows of all heads for those of all rows of some, and back; several at a time."""
     check_all_arrive(comm, xp, start_swap, [0, 0, 1])
 
 
@@ -76,7 +76,7 @@ def check_all_arrive(comm: thdattn.comm.Comm, xp: Any, start: Any, most: list[in
 
 
 def start_swap(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[Any, list[tuple[Any, np.ndarray]]]:
-    """What waits, and the arrays that all ranks put their slices into, with what they must hold then."""
+    """Start a swap; return its wait, and (array, what it must hold then) of all that is received into."""
     rows, back, width = draw.choice([0, 1, 3, 50, 400]), draw.random() < 0.5, draw.choice([1, 3, 8, 64])
     cuts, sends, arrived, num_bytes = [], [], [], 0
     for number in range(draw.choice([1, 2, 3])):
@@ -107,12 +107,12 @@ def start_swap(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[A
 
 
 def of_ranks(comm: thdattn.comm.Comm, each: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where what each rank has begins, and ends."""
+    """Return the begins and the ends of the ranks' shares."""
     return tuple(rank * each for rank in range(comm.size)), tuple((rank + 1) * each for rank in range(comm.size))
 
 
 def start_exchange(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[Any, list[tuple[Any, np.ndarray]]]:
-    """What waits, and all arrays that slices are received into, with what they must hold then."""
+    """Start an exchange; return its wait, and (array, what it must hold then) of all that is received into."""
     numbers = draw.choice([[0], [1], [0, 0, 0, 1, 2], [3]])
     slices = [Slice(draw, sender, receiver) for sender in range(comm.size) for receiver in range(comm.size)
               if sender != receiver for _ in range(draw.choice(numbers))]
@@ -140,7 +140,7 @@ def check_arrived(wait: Any, arrays: list[tuple[Any, np.ndarray]]) -> None:
 
 
 def check_bad_slices_are_named(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """All ranks make the same mistake, so all raise before anything is sent."""
+    """Make the same mistake on all ranks, so that all raise before anything is sent."""
     x, peer, exchange = xp.zeros((4, 3, 2), np.float32), (comm.rank + 1) % comm.size, comm.exchange
     none = np.zeros((comm.size, comm.size), np.int64)
     assert f"the rank of sends[0] is {comm.rank}; wanted" in raises(ValueError, exchange, [(x, comm.rank)], [])

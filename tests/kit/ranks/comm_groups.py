@@ -19,7 +19,7 @@ from ranks.comm_contract import arrays_of, check_contract, join, raises, to_host
 
 
 def check_groups(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Every promise of Comm.split, most of them on 4 ranks; xp is numpy or cupy. Closes the comm."""
+    """Check every promise of Comm.split, most of them on 4 ranks, and close the comm; xp is numpy or cupy."""
     check_bad_colors_are_named(comm)
     if comm.size == 4:
         check_grid(comm, xp)
@@ -55,7 +55,7 @@ def check_bad_colors_are_named(comm: thdattn.comm.Comm) -> None:
 
 
 def check_members(comm: thdattn.comm.Comm, xp: Any, colors: list[int], keys: list[int]) -> None:
-    """Who is in the group, and in which order; by key, then by rank."""
+    """Check the members of a group and their order: by key, then by rank."""
     group = comm.split(colors[comm.rank], keys[comm.rank])
     by_key = [rank for _, rank in sorted(zip(keys, range(comm.size), strict=True))]
     members = [rank for rank in by_key if colors[rank] == colors[comm.rank]]
@@ -69,7 +69,7 @@ def check_members(comm: thdattn.comm.Comm, xp: Any, colors: list[int], keys: lis
 
 
 def check_different_orders(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Ranks 0 and 1 are in their row first, 2 and 3 in their columns: no order of all, and none waits for itself."""
+    """Call rows and columns in other orders: ranks 0 and 1 their row first, 2 and 3 their column."""
     row, column = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
     in_row, in_column = [comm.rank // 2 * 2, comm.rank // 2 * 2 + 1], [comm.rank % 2, comm.rank % 2 + 2]
     for step in range(10):
@@ -94,7 +94,7 @@ def check_group_of_a_group(comm: thdattn.comm.Comm, xp: Any) -> None:
 
 
 def gathered(group: thdattn.comm.Comm, xp: Any, value: int) -> list[int]:
-    """Every member's value, by all_gather."""
+    """Return every member's value, by all_gather."""
     recv = xp.full(group.size, -1, np.int64)
     group.all_gather(xp.full(1, value, np.int64), recv)
     found: list[int] = to_host(recv).tolist()
@@ -109,7 +109,7 @@ def total(group: thdattn.comm.Comm, xp: Any, value: int) -> int:
 
 
 def check_worlds(rank: int) -> None:
-    """init on communicators of the program's own, and on what are none."""
+    """Call init on communicators of the program's own, and on what are none."""
     from mpi4py import MPI
 
     everyone = MPI.COMM_WORLD

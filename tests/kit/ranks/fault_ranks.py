@@ -45,7 +45,7 @@ extern "C" __global__ void compute(long long nanoseconds) {
 
 
 def fail(kind: str) -> None:
-    """Rank 1 fails; returns on the others, and where rank 1 leaves out what comes next or nothing fails."""
+    """Fail on rank 1; return on the others, and where rank 1 leaves out what comes next or nothing fails."""
     if kind == "work":
         compute(9)
     if RANK != 1 or kind in ("work", "nothing"):
@@ -87,7 +87,7 @@ def fail(kind: str) -> None:
 
 
 def compute(seconds: float) -> None:
-    """The GPU is to have so much to do, while the host goes on."""
+    """Keep the GPU busy for so long, while the host goes on."""
     import cupy
 
     cupy.RawKernel(COMPUTE, "compute")((1,), (1,), (np.int64(seconds * 1e9),))
@@ -141,7 +141,7 @@ class Layer:
         return cupy.asarray(np.ones((rows, self.num_heads, 64), self.attention.dtype))
 
     def at(self, place: str, last: bool) -> bool:
-        """Whether this rank goes on with what comes next."""
+        """Fail if this is the place; return whether this rank goes on with what comes next."""
         if not last or place != self.place:
             return True
         fail(self.kind)
@@ -162,7 +162,7 @@ class Layer:
 
 
 def replay(layer: Layer) -> None:
-    """The same in a graph: its third replay waits on the GPU for rank 1."""
+    """Run steps in a graph, whose third replay waits on the GPU for rank 1."""
     config = thdattn.graphs.CudaGraphConfig(impl="full_iteration", warmup_steps=1)
     with thdattn.graphs.Graphs(layer.comm, config) as graphs:
         step = graphs.captured(lambda: layer.step(False), "step")
@@ -173,7 +173,7 @@ def replay(layer: Layer) -> None:
 
 
 def exchange(layer: Layer) -> None:
-    """Each rank sends to the next one; the third time it waits for rank 1."""
+    """Send from each rank to the next one; the third time they wait for rank 1."""
     comm, place = layer.comm, layer.array(len(layer.x))
     sizes = np.roll(np.eye(comm.size, dtype=int), 1, axis=1) * layer.x.nbytes
     for number in range(3):
@@ -183,7 +183,7 @@ def exchange(layer: Layer) -> None:
 
 
 def elsewhere(layer: Layer) -> None:
-    """Rank 1 waits in a call that the others do not make."""
+    """Wait on rank 1 in a call that the others do not make."""
     if RANK == 1:
         fail("skip")
         layer.comm.agree("a number", 7)

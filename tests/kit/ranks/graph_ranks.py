@@ -72,12 +72,12 @@ def tree_packs(cp_size: int, count: int, seed: int = 0) -> list[PackedBatch]:
 
 
 def packs_of(mask: str) -> tuple[Callable[..., list[PackedBatch]], dict[str, int]]:
-    """How packs are drawn for a mask, and the capacity in sequences and nodes that all but every fifth fit."""
+    """Return a function that draws packs for a mask, and the capacity that all but every fifth fit."""
     return (tree_packs, {**ROOM, "max_packed_nodes": MAX_NODES}) if mask == TREES else (packs, ROOM)
 
 
 def inputs_of(cupy: Any, batch: PackedBatch, rows: np.ndarray, shapes: list[tuple[int, int]], seed: int) -> list[Any]:
-    """A rank's rows of random arrays, NaN in every row that holds no token."""
+    """Return a rank's rows of random arrays, NaN in every row that holds no token."""
     rng = np.random.default_rng(seed)
     tokens = [rng.standard_normal((batch.total_tokens, *shape), np.float32).astype(BFLOAT16) for shape in shapes]
     return [cupy.asarray(local_rows(batch, rows, x, np.nan)) for x in tokens]
@@ -90,7 +90,7 @@ def replay_packs(
     comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str | BalancedCapacity,
     count: int = 50, options: dict[str, Any] | None = None,
 ) -> None:
-    """A forward and a backward graph serve packs of all lengths; those that do not fit run eagerly in between.
+    """Replay a forward and a backward graph for packs of all lengths; those that do not fit run eagerly in between.
 
     options: of the attention.
     """
@@ -151,7 +151,7 @@ def replay_masks(comm: thdattn.comm.Comm, cupy: Any) -> None:
 
 
 def replay_balanced(comm: thdattn.comm.Comm, cupy: Any) -> None:
-    """Layouts that change at every replay; what does not fit a small capacity runs eagerly."""
+    """Change layouts at every replay; what does not fit a small capacity runs eagerly."""
     check_plans(comm, cupy, "balanced", 20)
     for mask in MASKS:
         replay_packs(comm, cupy, mask, (128, 128), "balanced", 50)
@@ -163,7 +163,7 @@ def replay_balanced(comm: thdattn.comm.Comm, cupy: Any) -> None:
 
 
 def replay_overlapped(comm: thdattn.comm.Comm, cupy: Any) -> None:
-    """Layouts that change at every replay, with exchanges that overlap a fixed number of tiles."""
+    """Change layouts at every replay, with exchanges that overlap a fixed number of tiles."""
     group_cast.WORTH_OVERLAPPING = transport.WORTH_COPYING = 0
     rows = ROWS // comm.size
     some, any_layout = BalancedCapacity(rows // 4, rows + rows // 2), BalancedCapacity(rows, ROWS, 0, ROWS - 128)
@@ -177,7 +177,7 @@ def replay_overlapped(comm: thdattn.comm.Comm, cupy: Any) -> None:
 
 
 def _replay_behind_nan(comm: thdattn.comm.Comm, cupy: Any) -> None:
-    """NaN of a layout's tokens does not reach a smaller layout that is replayed after it."""
+    """Check that NaN of a layout's tokens does not reach a smaller layout that is replayed after it."""
     attention = thdattn.CPAttention(comm, 2, 64, engine="cuda")
     graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=1))
     pack = StaticPack(graphs, [attention], ROWS, "balanced")
@@ -194,7 +194,7 @@ def _replay_behind_nan(comm: thdattn.comm.Comm, cupy: Any) -> None:
 
 
 def replay_trees(comm: thdattn.comm.Comm, cupy: Any) -> None:
-    """Trees that change at every replay, in rows of every sharding, and with heads that are exchanged."""
+    """Change trees at every replay, in rows of every sharding, and with heads that are exchanged."""
     for sharding in ("dual_chunk", "contiguous", "balanced"):
         check_plans(comm, cupy, sharding, 20, (TREES,))
         replay_packs(comm, cupy, TREES, (128, 128), sharding, 30)
@@ -203,7 +203,7 @@ def replay_trees(comm: thdattn.comm.Comm, cupy: Any) -> None:
 
 
 def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
-    """Heads that are exchanged, at once and in groups, kept for the backward and not; rings; and two levels."""
+    """Exchange heads at once and in groups, kept for the backward and not; use rings, and two levels."""
     levels = Levels(comm.split(comm.rank // 2), comm.split(comm.rank % 2))
     groups = {"num_heads": 16, "num_kv_heads": 8, "head_groups": 2}
     for mask, sharding, options in (
@@ -223,7 +223,7 @@ def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
 
 
 def replay_mixers(comm: thdattn.comm.Comm, cupy: Any, count: int = 20, norm: str | None = None) -> None:
-    """As replay_packs for a mixer, whose plan is its own or that of a causal attention beside it.
+    """Replay packs through a mixer, whose plan is its own or that of a causal attention beside it.
 
     norm: as of Mamba2Mixer.
     """
@@ -269,7 +269,7 @@ def replay_mixers(comm: thdattn.comm.Comm, cupy: Any, count: int = 20, norm: str
 def check_plans(
     comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 40, masks: Sequence[str] = tuple(MASKS)
 ) -> None:
-    """The plans of a static pack, element by element, are those that the host makes; with what is counted of them."""
+    """Compare the plans of a static pack, element by element, with those of the host, and what is counted of them."""
     from thdattn.engines.cuda.backward import partials_per_tile
 
     drawn, room = packs_of(masks[0])
@@ -349,7 +349,7 @@ ENDS = "exit", "cold", "graphs-first", "comm-first", "capture-raises", "raise", 
 
 
 def end(comm: thdattn.comm.Comm, cupy: Any, scenario: str) -> None:
-    """Replays, then ends in one of the ways in which programs end."""
+    """Replay, then end in one of the ways in which programs end."""
     assert scenario in ENDS, f"scenario is {scenario}, wanted one of {', '.join((*SCENARIOS, 'cycles', *ENDS))}"
     job = Job(comm, cupy, warmup_steps=0 if scenario == "cold" else 1)
     if scenario == "capture-raises":
@@ -376,7 +376,7 @@ def end(comm: thdattn.comm.Comm, cupy: Any, scenario: str) -> None:
 
 
 def cycles(comm: thdattn.comm.Comm, cupy: Any, count: int = 20) -> None:
-    """Capturing and destroying again and again leaves memory flat: of the pool, and of the device."""
+    """Check that cycles of capture and destruction leave memory flat: of the pool, and of the device."""
     pool, used, free = cupy.get_default_memory_pool(), [], []
     for _ in range(count):
         job = Job(comm, cupy)

@@ -44,7 +44,7 @@ CROSSING_GPUS = (
 
 
 def run_cases(comm: thdattn.comm.Comm) -> None:
-    """What ranks make together is the oracle's in float64, and bit by bit what simulated ranks make in bfloat16."""
+    """Compare the ranks' results with the oracle in float64, and with the bits of simulated ranks in bfloat16."""
     from mpi4py import MPI
 
     for case in (*CASES.values(), Case(MIXED.name, (), trees=MIXED)):
@@ -61,7 +61,7 @@ def run_cases(comm: thdattn.comm.Comm) -> None:
 
 
 def run_gpu_cases(comm: thdattn.comm.Comm) -> None:
-    """Ranks with a GPU each make bit by bit what simulated ranks make on one, and are as exact as one rank.
+    """Compare ranks with a GPU each with the bits of simulated ranks on one, and with the errors of one rank.
 
     Three times, as windows of peer memory take turns; every allocation begins as NaN.
     """
@@ -80,7 +80,7 @@ def run_gpu_cases(comm: thdattn.comm.Comm) -> None:
 
 
 def check_as_one_rank(case: Case, made: dict[str, np.ndarray], one: dict[str, np.ndarray]) -> None:
-    """Rows err by no more than twice what those of one rank do."""
+    """Check that rows err by no more than twice what those of one rank do."""
     exact = truth(case, BFLOAT16)
     for field in ("out", "zxbcdt"):
         verdict = oracle.judge(made[field], getattr(exact, field), one[field].astype(np.float64))
@@ -88,7 +88,7 @@ def check_as_one_rank(case: Case, made: dict[str, np.ndarray], one: dict[str, np
 
 
 def fail_on_one_rank(comm: thdattn.comm.Comm) -> None:
-    """The last rank passes rows of the wrong shape, while the others wait for it in the first collective."""
+    """Pass rows of the wrong shape on the last rank, while the others wait for it in the first collective."""
     case = CASES["over-all-ranks"]
     mixer = case.mixer(comm, FLOAT64)
     plan = mixer.plan(case.batch)

@@ -75,13 +75,13 @@ def free_bytes() -> int:
 
 
 def same(value: Any) -> Any:
-    """The value, which is that of all ranks."""
+    """Assert that the value is the same on all ranks, and return it."""
     assert len(set(WORLD.allgather(value))) == 1
     return value
 
 
 def short(comm: Comm) -> None:
-    """The last rank lacks memory for larger windows: all raise, and smaller packs go on."""
+    """Refuse the last rank memory for larger windows: all raise, and smaller packs go on."""
     layer = Layer(comm, 1 << 18)
     before = comm.held_bytes()
     if comm.rank == LAST:
@@ -101,7 +101,7 @@ def short(comm: Comm) -> None:
 
 
 def pool(comm: Comm) -> None:
-    """CuPy's pool holds what windows need, and nobody uses it."""
+    """Let CuPy's pool hold unused memory that windows need."""
     layer, free = Layer(comm, 1 << 18), list[int]()
 
     def is_full(size: int) -> bool:
@@ -119,7 +119,7 @@ def pool(comm: Comm) -> None:
 
 
 def sizes(comm: Comm) -> None:
-    """Sizes that rise by little leave two windows of each use, which are all that is counted."""
+    """Raise sizes by little, which leaves two windows of each use; they are all that is counted."""
     made = counted()
     Layer(comm, 1 << 14, head_groups=2).step()  # with larger windows than those of the start
     assert sum(comm.held_bytes().values()) == sum(made.values())
@@ -136,7 +136,7 @@ def sizes(comm: Comm) -> None:
 
 
 def close(comm: Comm) -> None:
-    """What windows took is free as soon as the comm is closed."""
+    """Check that memory of windows is free as soon as the comm is closed."""
     made = counted()
     Layer(comm, 1 << 16, head_groups=2).step()
     gc.collect()
@@ -149,7 +149,7 @@ def close(comm: Comm) -> None:
 
 
 def absent(comm: Comm) -> None:
-    """The last rank leaves out the call that needs larger windows."""
+    """Leave out the call that needs larger windows on the last rank."""
     layer = Layer(comm, 1 << 16)
     if comm.rank == LAST:
         time.sleep(1000)
@@ -157,7 +157,7 @@ def absent(comm: Comm) -> None:
 
 
 def start(transport: str) -> Comm:
-    """The last rank cannot open the memory of the others."""
+    """Start where the last rank cannot open the memory of the others."""
     opened = windows.Window.open
 
     def refuse(window: windows.Window, handles: Any) -> None:
