@@ -14,7 +14,7 @@ from fake_mpi import World
 
 import thdattn.comm
 from thdattn.comm import mpi
-from thdattn.comm.failures import streams
+from thdattn.comm.failures import lanes
 from thdattn.comm.failures.watchdog import Watch
 from thdattn.comm.nccl import comm as backend
 from thdattn.comm.nccl import gpus as nccl_gpus
@@ -98,8 +98,8 @@ def start(monkeypatch):
     monkeypatch.setattr(mpi, "local_rank", lambda world: world.rank)
     monkeypatch.setattr(mpi, "free", lambda communicator: None)
     monkeypatch.setattr(mpi, "watch", lambda world, timeout: Watch(f"rank {world.rank}", timeout, None))
-    monkeypatch.setattr(streams, "_lanes", {})
-    monkeypatch.setattr(streams, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
+    monkeypatch.setattr(lanes, "_lanes", {})
+    monkeypatch.setattr(lanes, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
     monkeypatch.setattr(mpi, "find_ranks", lambda world, watched: None)
     monkeypatch.setenv("THDATTN_HOST", "node7")
     monkeypatch.delenv(SHARE, raising=False)
@@ -291,7 +291,7 @@ def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, m
     def written(stream, address, number, flags):
         done.append((stream, address, number))
 
-    monkeypatch.setattr(streams, "_stream_writes", lambda: written)
+    monkeypatch.setattr(lanes, "_stream_writes", lambda: written)
     monkeypatch.setattr(Communicator, "allReduce", lambda self, *arguments: done.append("NCCL"), raising=False)
 
     def program(comm):
@@ -310,13 +310,13 @@ def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, m
 
 
 def test_driver_that_cannot_have_streams_write_is_said_to_have_no_deadline(start, monkeypatch, caplog):
-    monkeypatch.setattr(streams, "_stream_writes", lambda: lambda *arguments: 801)
+    monkeypatch.setattr(lanes, "_stream_writes", lambda: lambda *arguments: 801)
     start([[b"\x0a"], [b"\x0b"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
     assert "(cuStreamWriteValue32: error 801), so no deadline holds for collectives on this GPU" in caplog.text
 
 
 def test_nothing_is_written_into_a_stream_that_is_captured(start, monkeypatch):
-    monkeypatch.setattr(streams, "_stream_writes", lambda: pytest.fail)
+    monkeypatch.setattr(lanes, "_stream_writes", lambda: pytest.fail)
 
     def program(comm):
         comm._cupy.cuda.get_current_stream().is_capturing = lambda: True
@@ -327,7 +327,7 @@ def test_nothing_is_written_into_a_stream_that_is_captured(start, monkeypatch):
 
 
 def test_rank_that_is_alone_is_not_watched(start, monkeypatch):
-    monkeypatch.setattr(streams, "_stream_writes", lambda: pytest.fail)
+    monkeypatch.setattr(lanes, "_stream_writes", lambda: pytest.fail)
     start([[b"\x0a"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
 
 

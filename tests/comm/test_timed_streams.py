@@ -21,7 +21,7 @@ from peer_programs import HEADS, WIDTH, Pack, Program, machine_of
 
 import thdattn
 from thdattn import spans, timeline
-from thdattn.comm.failures import streams, watchdog
+from thdattn.comm.failures import lanes, watchdog
 from thdattn.comm.nccl.comm import NcclComm
 from thdattn.comm.peer import transport as peer
 
@@ -154,7 +154,7 @@ pytest.importorskip("cupy")
 def waits(monkeypatch, ranks, cliques, call):
     """What the watchdog finds when these ranks of two have made a call, whose arrivals they have not asked for."""
     monkeypatch.setattr(watchdog, "_watchdog", watchdog._Watchdog())
-    monkeypatch.setattr(streams, "_lanes", {})
+    monkeypatch.setattr(lanes, "_lanes", {})
     with machine_of(2, 0) as machine:
 
         def write(stream, address, number, flags):
@@ -162,7 +162,7 @@ def waits(monkeypatch, ranks, cliques, call):
             machine.streams[stream].put(lambda reached: setattr(place, "value", number))
             return 0
 
-        monkeypatch.setattr(streams, "_stream_writes", lambda: write)
+        monkeypatch.setattr(lanes, "_stream_writes", lambda: write)
         cupy = sys.modules["cupy"]
         cupy.cuda.alloc_pinned_memory = bytearray
         for rank in ranks:

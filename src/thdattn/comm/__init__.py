@@ -25,7 +25,7 @@ says when.
 `comm.init(world=...)` takes any communicator of mpi4py. Ranks of one comm make the same calls on it in the same order.
 Groups that share no rank need no order between them. Where they share ranks, all calls of all ranks must fit one
 sequence that keeps every rank's own order. A program in which all ranks do "first the row, then the column" has one.
-Calls may also wait in a circle: rank 0 is first in its row, rank 1 of that row is first in its column, and so on round
+Calls may also wait in a circle. Rank 0 is first in its row, rank 1 of that row is first in its column, and so on round
 the grid. GPU ranks use one stream for the comms that they share, or order the streams by events in the same way on all
 ranks. Closing a comm closes its groups.
 
@@ -64,11 +64,11 @@ def init(
             messages on it do no harm. The launcher's size is checked against COMM_WORLD only.
         timeout: seconds after which a collective that has not completed ends all ranks of the job, at most
             threading.TIMEOUT_MAX (centuries); groups inherit it. "single" waits for nobody.
-        transport: of keys, values and their gradients between GPUs: "peer", copies between the GPUs of one machine;
-            "nccl", on a stream of its own; or "auto": peer where it works on all ranks. The comm's repr says which it
+        transport: carries keys, values and gradients between GPUs. "peer": copies between the GPUs of one machine.
+            "nccl": NCCL on a stream of its own. "auto": peer where it works on all ranks. The comm's repr says which it
             is, and why not peer. Both overlap kernels; THDATTN_NCCL_CTAS sets the thread blocks of NCCL's collectives
             that do, 0: none does. Other backends ignore it.
-        check: every collective first agrees, on the host, on operation, plan, shapes and dtype; a difference raises a
+        check: every collective first agrees, on the host, on operation, plan, shapes and dtype. A difference raises a
             ValueError on all ranks, which names the field and the ranks. One rank that asks for it decides for all, and
             THDATTN_CHECK=1 asks, too. Switch it on while a program is new, or when its ranks hang or differ; it makes
             the host wait in every call. Captured collectives agree when they are captured.

@@ -8,14 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from thdattn import spans
 from thdattn.arguments import INT32_MAX, Array, as_choice, as_count
 from thdattn.comm.agreement import Fields, settle
 from thdattn.comm.checks import check_array, check_buffers, check_shape, check_slices, check_sum_dtype, check_writable
-from thdattn.comm.overlap.collectives import Arrival, OverlappedCollectives, Pending, no_wait
-from thdattn.comm.slices import AllToAllSpec, Slices, buffer_for, packed, slices_to_exchange, unpack
+from thdattn.comm.overlap.collectives import CollectivesInTurn, Pending, no_wait
+from thdattn.comm.slices import Slices, buffer_for, packed, unpack
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,13 +22,13 @@ _UNWATCHED = nullcontext()
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
 
 
-class Comm(OverlappedCollectives):
+class Comm(CollectivesInTurn):
     """Group of ranks with its collectives, as the rest of the package uses them.
 
     Every rank calls the same collectives in the same order with the same shapes and dtypes. Arrays are C-contiguous,
     and ``send`` and ``recv`` do not overlap. An array that other ranks read is free again when the call returns; on a
     GPU, for later work on the same stream. Arrays of size 0 are legal everywhere. Checks look at this rank's arguments
-    only and cost no communication.
+    only and cost no communication. Collectives of attention alone are in overlap/collectives.py.
 
     Attributes:
         name: name of the backend.
@@ -142,9 +140,9 @@ class Comm(OverlappedCollectives):
             sends: pairs (slice, rank that it goes to). The elements of a row are contiguous, but rows need not follow
                 each other: x[a:b], and x[:, a:b] of a C-contiguous x. Several may go to one rank. Empty ones are left
                 out.
-            recvs: pairs (slice, rank that it comes from): from each rank as many as it sends here, in the same order
-                and of equally many bytes. Shapes and dtypes are the receiver's. Overwritten; recvs and sends do not
-                overlap.
+            recvs: pairs (slice, rank that it comes from). From each rank they are as many as it sends here, in the same
+                order and of equally many bytes. Shapes and dtypes are the receiver's. Overwritten; they overlap no
+                sends.
             sizes: (size, size) integers in host memory, the bytes that each rank (row) sends to each other one
                 (column). They are the same on all ranks, and all ranks pass them or none does. With them, slices may go
                 through peer memory, beside kernels.
@@ -168,56 +166,6 @@ class Comm(OverlappedCollectives):
         with self.watched(f"exchange ({len(sends)} slices out, {len(recvs)} in)", first):
             wait = self._exchange(sends, recvs, sizes)
         return wait if wait is no_wait else Pending(wait, recvs)
-
-    def all_to_all(
-        self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], at_once: bool = False
-    ) -> Callable[[], None]:
-        """Start to send every rank its slices of some arrays, and to write the slices of all ranks into other arrays.
-
-        Args:
-            spec: which slices, of which arrays, belong to which rank.
-            sends: the arrays that `spec.outs` slices, C-contiguous.
-            recvs: the arrays that `spec.ins` slices. Overwritten; they share no memory with sends.
-            at_once: the results are needed next, so no kernel overlaps the exchange; the same on all ranks.
-
-        Returns:
-            A function that waits for the results, as for exchange.
-        """
-        return self.exchange(*slices_to_exchange(self.rank, self.size, spec, sends, recvs), spec.sizes)
-
-    def gather_heads(
-        self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
-    ) -> list[Arrival]:
-        first = [0] * len(sends)
-        for parts in recvs:
-            for i, (send, part) in enumerate(zip(sends, parts, strict=True)):
-                heads = send[:, first[i] : first[i] + part.shape[1]]
-                self.all_gather(heads if heads.flags.c_contiguous else heads.copy(), part)
-                first[i] += part.shape[1]
-        return [Arrival([[part] for part in parts]) for parts in recvs]
-
-    def sum_rows(self, partials: Sequence[Array], results: Sequence[Array]) -> None:
-        """Add all ranks' arrays and keep this rank's rows of the sum, rounded once.
-
-        Args:
-            partials: arrays (size * rows, heads, width), this rank's partial sums.
-            results: as many arrays (rows, heads, width), of any dtype; they may be some of the heads of larger arrays.
-                Overwritten.
-        """
-        for partial, result in zip(partials, results, strict=True):
-            total = np.empty_like(partial[: len(result)])  # for CuPy arrays NumPy calls cupy.empty_like
-            self.reduce_scatter(partial, total)
-            result[...] = total
-
-    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
-        return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
-
-    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
-        most = max(map(sum, groups))
-        return {"partial sums": most, "sums": most // self.size}
-
-    def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
-        return {"copies of slices": strided} if strided else {}
 
     def barrier(self) -> None:
         """Return when every rank has come here; on GPU ranks also wait for the current stream."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from thdattn.arguments import Array, found
 from thdattn.comm import Comm, launcher
-from thdattn.comm.failures.streams import lane_of
+from thdattn.comm.failures.lanes import lane_of
 from thdattn.comm.failures.watchdog import Watch, flush
 from thdattn.comm.nccl import gpus
 from thdattn.comm.slices import Slices

@@ -145,8 +145,8 @@ class Lane:
     """Operations that one thread enqueues on one stream. A block within a block is part of it.
 
     Args:
-        numbers: (2,) uint32 in host memory that the GPU can write: the number of the operation that the stream has come
-            to, and of the one that it has left.
+        numbers: (2,) uint32 in host memory that the GPU can write. They are the number of the operation that the stream
+            has come to, and that of the one that it has left.
         write: called as write(address, number, 0), makes the stream write the number there when it comes by.
     """
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from thdattn.arguments import Array
 from thdattn.comm import Arrival, Comm, mpi, no_wait
+from thdattn.comm.failures.lanes import lane_of
 from thdattn.comm.failures.outcomes import attempt, results
-from thdattn.comm.failures.streams import lane_of
 from thdattn.comm.failures.watchdog import PATIENCE_AT_START, Lane
 from thdattn.comm.nccl import communicator
 from thdattn.comm.nccl.gpus import Gpu, load
@@ -162,14 +162,12 @@ class NcclComm(Comm):
     def all_to_all(
         self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], at_once: bool = False
     ) -> Callable[[], None]:
-        if self._transport is None or (self.reads_peers and not self._transport.exchanges_by_kernel(spec, at_once)):
-            return super().all_to_all(spec, sends, recvs, at_once)
-        if not self.reads_peers:  # at once, by all thread blocks
-            return self.exchange(*slices_to_exchange(self.rank, self.size, spec, sends, recvs),
-                                 None if at_once else spec.sizes)
-        self.received_bytes += spec.received[self.rank]
-        marks = self._watched_kernel("exchange of slices", recvs[0])
-        return self._transport.all_to_all(spec, sends, recvs, marks)
+        if self._transport is not None and self._transport.exchanges_by_kernel(spec, at_once):
+            self.received_bytes += spec.received[self.rank]
+            marks = self._watched_kernel("exchange of slices", recvs[0])
+            return self._transport.all_to_all(spec, sends, recvs, marks)
+        sizes = spec.sizes if self.reads_peers or not at_once else None  # None: NCCL takes all thread blocks
+        return self.exchange(*slices_to_exchange(self.rank, self.size, spec, sends, recvs), sizes)
 
     def drop_partials(self) -> None:
         if self._transport is not None:

@@ -1,7 +1,6 @@
 """Collectives that overlap computation: keys are gathered, and gradients summed, one group of heads after another.
 
-Every comm has them by its other collectives, one after another (base.py). A transport (overlap/transport.py) has them
-overlap kernels.
+Every comm has them, one collective after another. A transport (overlap/transport.py) has them overlap kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from thdattn.arguments import Array
+from thdattn.comm.slices import AllToAllSpec, Slices, slices_to_exchange
 
 
 def no_wait() -> None:
@@ -162,3 +164,66 @@ class OverlappedCollectives(ABC):
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that are allocated already, under the names of the three functions above."""
         return {}
+
+
+class CollectivesInTurn(OverlappedCollectives):
+    """Collectives of attention that overlap nothing, by collectives that every backend has."""
+
+    @abstractmethod
+    def all_gather(self, send: Any, recv: Any) -> None: ...
+
+    @abstractmethod
+    def reduce_scatter(self, send: Any, recv: Any) -> None: ...
+
+    @abstractmethod
+    def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]: ...
+
+    def all_to_all(
+        self, spec: AllToAllSpec, sends: Sequence[Array], recvs: Sequence[Array], at_once: bool = False
+    ) -> Callable[[], None]:
+        """Start to send every rank its slices of some arrays, and to write the slices of all ranks into other arrays.
+
+        Args:
+            spec: which slices, of which arrays, belong to which rank.
+            sends: the arrays that `spec.outs` slices, C-contiguous.
+            recvs: the arrays that `spec.ins` slices. Overwritten; they share no memory with sends.
+            at_once: the results are needed next, so no kernel overlaps the exchange; the same on all ranks.
+
+        Returns:
+            A function that waits for the results, as for exchange.
+        """
+        return self.exchange(*slices_to_exchange(self.rank, self.size, spec, sends, recvs), spec.sizes)
+
+    def gather_heads(
+        self, sends: Sequence[Array], recvs: Sequence[Sequence[Array]], at_once: bool = False
+    ) -> list[Arrival]:
+        first = [0] * len(sends)
+        for parts in recvs:
+            for i, (send, part) in enumerate(zip(sends, parts, strict=True)):
+                heads = send[:, first[i] : first[i] + part.shape[1]]
+                self.all_gather(heads if heads.flags.c_contiguous else heads.copy(), part)
+                first[i] += part.shape[1]
+        return [Arrival([[part] for part in parts]) for parts in recvs]
+
+    def sum_rows(self, partials: Sequence[Array], results: Sequence[Array]) -> None:
+        """Add all ranks' arrays and keep this rank's rows of the sum, rounded once.
+
+        Args:
+            partials: arrays (size * rows, heads, width), this rank's partial sums.
+            results: as many arrays (rows, heads, width), of any dtype; they may be some of the heads of larger arrays.
+                Overwritten.
+        """
+        for partial, result in zip(partials, results, strict=True):
+            total = np.empty_like(partial[: len(result)])  # for CuPy arrays NumPy calls cupy.empty_like
+            self.reduce_scatter(partial, total)
+            result[...] = total
+
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
+
+    def sum_bytes(self, groups: Sequence[Sequence[int]], in_rank_order: bool) -> dict[str, int]:
+        most = max(map(sum, groups))
+        return {"partial sums": most, "sums": most // self.size}
+
+    def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
+        return {"copies of slices": strided} if strided else {}

@@ -15,7 +15,7 @@ from thdattn.jit.structs import ALL_TO_ALL, CHUNKS, MAX_RANKS
 from thdattn.kernels.instances import EXCHANGE_KERNELS
 
 THREADS = 512  # per block; half of the blocks offer while the others collect
-NOBODY = np.uint64(0), np.uint32(0)  # no marks: the watchdog does not follow the kernel
+NO_MARKS = np.uint64(0), np.uint32(0)  # the watchdog does not follow the kernel
 _BLOCKS = 128  # one for each multiprocessor: more do not fill the links more, and have more to collect at the end
 _WARPS = _BLOCKS // 2 * THREADS // 32  # warps that offer
 _CHUNK_BYTES = 8192  # about, of the largest message, if all warps have a chunk: flags cost time too
@@ -48,7 +48,7 @@ class Exchange:
         cargo["num_slices"] = len(sends)
         cargo["num_chunks"] = chunks_of(int(spec.sizes.max()))
         self._kernel = compiler.kernel(EXCHANGE_KERNELS[word])
-        self._arguments = compiler.Arguments((cargo[()], flags, *NOBODY))
+        self._arguments = compiler.Arguments((cargo[()], flags, *NO_MARKS))
 
     def launch(self, marks: int, number: int) -> None:
         """Launch the kernel on the current stream; see PeerExchange for its marks and number."""

@@ -27,8 +27,8 @@ def add_up(
         rows: which row of a rank's partial sums belongs to each row of the results, int32, -1: none. (num_rows,) for
             all ranks alike, or (num_ranks, num_rows); None: they are in the order of the results.
         results: (num_rows, heads, width), float16 or bfloat16, which may be some of the heads of larger arrays.
-        own: a rank whose partial sums begin at the second address, and all others' at the first; rows that it alone has
-            a partial sum of stay as they are. -1: every rank has an address.
+        own: a rank whose partial sums begin at the second address, and all others' at the first. Rows of which it alone
+            has a partial sum stay as they are. -1: every rank has an address.
     """
     args = [arg for x in results for arg in (x, *_int32(x.shape[1] * x.shape[2] // 8, x.strides[0] // 16))]
     num_rows = len(results[0])

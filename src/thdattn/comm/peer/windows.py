@@ -2,9 +2,9 @@
 
 For each of its users p a window has two flags:
 
-    ready[p]    p's part is written: set by p, awaited and reset by the reader
-    taken[p]    p has read all that it reads, in every rank's part: set by p in the memory of all ranks, awaited and
-                reset by each before it writes again, in its own part or in another rank's
+    ready[p]    p's part is written. p sets it; the reader awaits and resets it.
+    taken[p]    p has read all that it reads, in every rank's part. p sets it in the memory of all ranks. Each rank
+                awaits and resets it before it writes again, in its own part or in another rank's.
 
 A flag is reset right after the wait for it, before anybody can set it again. So a replayed graph finds the flags as the
 capture did. Streams write and await these flags, and each rank writes into its own part, which others read. Or one

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.comm import PeerExchange
-from thdattn.comm.peer.exchange import NOBODY, THREADS
+from thdattn.comm.peer.exchange import NO_MARKS, THREADS
 from thdattn.comm.peer.reduce import add_up
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
@@ -47,7 +47,7 @@ def _gather(
     if not plan.local_key_rows:  # then no rank has any
         return
     run: Launch = plan.memoize(
-        "gather", lambda: Launch(compiler.kernel(GATHER_KERNEL), (_GATHER_BLOCKS,), THREADS, NOBODY))
+        "gather", lambda: Launch(compiler.kernel(GATHER_KERNEL), (_GATHER_BLOCKS,), THREADS, NO_MARKS))
 
     def arguments() -> tuple[Any, ...]:
         rows = [_moved(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), parts[0].strides[0],
