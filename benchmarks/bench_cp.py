@@ -35,7 +35,7 @@ import tables
 import timing
 from cp_methods import ALONE, METHODS, ONE, OURS, PARTS, USUAL, Method
 from cp_ways import Alone, Layer, Ranks, Timed, both, captured, free_memory, started, whole_pack
-from record import WAYS, Measured
+from record import PASSES, Measured
 from workloads import Case, cp_cases
 
 import thdattn
@@ -135,8 +135,8 @@ def speeds(ranks: Ranks, args: argparse.Namespace, case: Case) -> Measured:
     one = attempted(real, f"{case.name} {ONE}", partial(started, partial(whole_pack, case)))
     if one is not None:
         ways[ONE] = one[0]
-    measured: Measured = {(name, way, "called"): {} for name in (*asked, *[PEER] * args.peer)
-                          for way in WAYS}
+    names = [*asked, *[PEER] * args.peer]
+    measured: Measured = {(name, direction, "called"): {} for name in names for direction in PASSES}
     measured |= {key: timed(case, 1 if key[0] == ONE else ranks.size, key, samples)
                  for key, samples in raced(real, case, ways, ours, args.repeats).items()}
     for name, found in costs.items():
@@ -175,10 +175,11 @@ def raced(
         found = timing.race(real, calls, rounds)
     times: dict[record.Key, list[float]] = {}
     for (name, how), steps in found.items():
-        directions = WAYS if how == "called" else ("both",) * 2
+        directions = PASSES if how == "called" else ("both",) * 2
         times |= {(name, direction, how): samples for direction, samples in zip(directions, steps, strict=True)}
-    for name in (name for name in ways if name not in PARTS):
-        times[name, "forward", "host"] = timing.slowest(real, timing.returned(ways[name].forward, HOST_CALLS))
+    for name, way in ways.items():
+        if name not in PARTS:
+            times[name, "forward", "host"] = timing.slowest(real, timing.returned(way.forward, HOST_CALLS))
     for name, layer in ours.items():
         if layer.head_groups is None:
             times[name, "plan", "host"] = timing.slowest(real, timing.returned(layer.new_plan, HOST_CALLS))

@@ -34,7 +34,7 @@ from bench_cp import attempted
 from cp_methods import ONE, OURS, USUAL, Method
 from cp_ways import Layer, Timed, both
 from peers import Flex, Inputs, draw_inputs, release_memory, to_host
-from record import WAYS, Measured
+from record import PASSES, Measured
 from workloads import TREES, Case, TreeCase
 
 import thdattn
@@ -98,7 +98,7 @@ def speeds(comm: Comm, case: TreeCase, others: Sequence[str], rounds: int) -> It
     for name, pack in packs.items():
         flops = [x / (comm.size if name == OURS else 1) for x in (*pack.flops, sum(pack.flops))]
         measured = {(name, way, "called"): record.timed(times[name][number], flops[number]) if name in times else {}
-                    for number, way in enumerate(WAYS)}
+                    for number, way in enumerate(PASSES)}
         if name == OURS:
             measured[OURS, "both", "called"]["work"] = work
         yield from rows_of(case, pack, measured)

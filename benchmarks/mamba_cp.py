@@ -19,7 +19,7 @@ from cp_methods import ONE, OURS
 from mamba_cases import MixerCase, MixerInputs, draw
 from mamba_exact import OF_ROWS
 from mamba_peers import MambaSsmMixer, OurMixer, columns
-from record import WAYS, Measured
+from record import PASSES, Measured
 
 from thdattn.comm import Comm, SingleComm
 from thdattn.mamba.shape import Mamba2Weights
@@ -52,7 +52,7 @@ def measure(
         peers.release_memory()
         times = timing.race(comm, {name: (way.forward, way.backward) for name, way in ways.items()}, rounds)
         yield case, "mixer", versions, {(name, way, "called"): record.timed(samples) for name, steps in times.items()
-                                        for way, samples in zip(WAYS, steps, strict=True)}
+                                        for way, samples in zip(PASSES, steps, strict=True)}
 
 
 def share(case: MixerCase, size: int) -> MixerCase:

@@ -124,7 +124,7 @@ def test_gpus_measure_trees_beside_all_others(cupy, tmp_path, ranks):
     others = ["one GPU"] if ranks > 1 else ["causal", "unrolled", *["flex"] * (find_spec("torch") is not None)]
     assert set(times.peers) == set(others)
     for peer in ("ours", *others):
-        for way in record.WAYS:
+        for way in record.PASSES:
             assert times.value("tflops", case, peer, way, "called") > 0, run.stderr
     for result in accuracy.RESULTS:  # half a unit of the last place of bfloat16, and what products add
         assert 0 < times.value("rms", case, "ours", result, record.ERRORS) < 1e-2
