@@ -63,7 +63,7 @@ class Exchanging(Comm):
         self._wanted: dict[Any, list[int]] = {}
         self._spare: Any = np.empty((1, 0), np.uint8)
         self.name, self.devices, self.sum_dtypes = real.name, real.devices, real.sum_dtypes
-        self.capturable, self.gpu = real.capturable, real.gpu
+        self.capturable, self._gpu = real.capturable, real._gpu
 
     def _watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
         return self.real._watched(what, array)

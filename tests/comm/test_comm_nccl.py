@@ -140,17 +140,17 @@ FOUR_GPUS = [b"\x0a", b"\x0b", b"\x0c", b"\x0d"]
 
 
 def test_every_rank_takes_the_gpu_of_its_number_and_the_id_of_rank_0(start):
-    made = start([FOUR_GPUS] * 4, lambda comm: (comm.gpu, comm._nccl.made_with))
+    made = start([FOUR_GPUS] * 4, lambda comm: (comm._gpu, comm._nccl.made_with))
     assert made == [(rank, (4, b"id", rank)) for rank in range(4)]
 
 
 def test_ranks_that_see_one_gpu_each_take_it(start):
-    assert start([[b"\x0a"], [b"\x0b"]], lambda comm: comm.gpu) == [0, 0]
+    assert start([[b"\x0a"], [b"\x0b"]], lambda comm: comm._gpu) == [0, 0]
 
 
 def test_ranks_share_gpus_where_nccl_is_told_to_let_them(start, monkeypatch):
     monkeypatch.setenv(SHARE, "1")
-    assert start([FOUR_GPUS[:2]] * 4, lambda comm: comm.gpu) == [0, 1, 0, 1]
+    assert start([FOUR_GPUS[:2]] * 4, lambda comm: comm._gpu) == [0, 1, 0, 1]
     monkeypatch.setenv(SHARE, "0")
     (refusal, *_) = start.refusals([FOUR_GPUS[:1]] * 2)
     assert refusal.startswith("ranks 0 and 1 have the same GPU")
@@ -335,7 +335,7 @@ def test_group_takes_the_gpu_of_its_rank_and_is_closed_with_the_comm(start):
     def program(comm):
         group = comm.split(comm.rank)
         comm.close()
-        return group.gpu, group._nccl.made_with, group._nccl.calls
+        return group._gpu, group._nccl.made_with, group._nccl.calls
 
     made = start([FOUR_GPUS] * 2, program)
     assert made == [(rank, (1, b"id", 0), [("destroy",)]) for rank in range(2)]

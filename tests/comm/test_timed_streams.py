@@ -168,7 +168,7 @@ def waits(monkeypatch, ranks, cliques, call):
         for rank in ranks:
             watch = watchdog.Watch(f"rank {rank}", 3.0, None)
             program = Program(machine, rank, cliques)
-            comm = SimpleNamespace(_cupy=cupy, gpu=0, _watch=watch)
+            comm = SimpleNamespace(_cupy=cupy, _gpu=0, _watch=watch)
             program.memory.wait_within(watch.waiting, partial(NcclComm._watched_stream, comm))
             call(program)
         with contextlib.suppress(AssertionError):  # streams wait for ever

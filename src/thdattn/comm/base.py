@@ -35,7 +35,6 @@ class Comm(CollectivesInTurn):
         rank: this rank, 0 <= rank < size.
         size: number of ranks.
         devices: which arrays it takes, "cpu" for NumPy and "cuda" for CuPy.
-        gpu: number of the only GPU whose arrays this rank takes; None: it takes those of any.
         sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
         capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
         overlaps: whether kernels overlap gather_heads, reduce_partials, and exchange where it is given sizes.
@@ -49,7 +48,6 @@ class Comm(CollectivesInTurn):
 
     name: str
     devices: frozenset[str]
-    gpu: int | None = None
     sum_dtypes = _INTEGERS | {"float32", "float64"}
     capturable = False
     overlaps = False
@@ -57,6 +55,7 @@ class Comm(CollectivesInTurn):
     spans_machines = False
     checks = False
     no_gpus = ""
+    _gpu: int | None = None  # number of the only GPU whose arrays this rank takes, where that matters
     _closed = False
 
     def __init__(self, rank: int, size: int) -> None:

@@ -25,7 +25,7 @@ class Limits(Protocol):
     size: int
     devices: frozenset[str]
     sum_dtypes: frozenset[str]
-    gpu: int | None
+    _gpu: int | None
 
 
 def check_array(comm: Limits, name: str, array: Array) -> None:
@@ -48,11 +48,11 @@ def _check_kind(comm: Limits, name: str, array: Array) -> None:
         raise TypeError(
             f"{name} is of dtype {array.dtype.str}; wanted numbers in this machine's byte order, convert it first"
         )
-    on_gpu = comm.gpu is not None and array.size and not isinstance(array, np.ndarray)
-    if on_gpu and array.data.device_id != comm.gpu:
+    on_gpu = comm._gpu is not None and array.size and not isinstance(array, np.ndarray)
+    if on_gpu and array.data.device_id != comm._gpu:
         raise ValueError(
-            f"{name} is on GPU {array.data.device_id}, but rank {comm.rank} works on GPU {comm.gpu}; make arrays "
-            f"under cupy.cuda.Device({comm.gpu}), which was current when this comm was made"
+            f"{name} is on GPU {array.data.device_id}, but rank {comm.rank} works on GPU {comm._gpu}; make arrays "
+            f"under cupy.cuda.Device({comm._gpu}), which was current when this comm was made"
         )
 
 

@@ -64,8 +64,8 @@ class TorchComm(Comm):
         self._scatter = _either(distributed, "reduce_scatter_single", "reduce_scatter_tensor")
         if "cuda" in self.devices:
             self._cupy = gpus.load_cupy()
-            self.gpu = int(self._torch.cuda.current_device())
-            self._cupy.cuda.Device(self.gpu).use()
+            self._gpu = int(self._torch.cuda.current_device())
+            self._cupy.cuda.Device(self._gpu).use()
         who = f"rank {self.rank} of {self.size} on {launcher.hostname()}"
         self._watch = Watch(who, _timeout(self._torch, group, self.devices), _end_this_process, limit=math.inf)
         if self.size > 1:
@@ -73,12 +73,12 @@ class TorchComm(Comm):
             self._watch.find_ranks(self.rank, self._gather_values)
 
     def _watched(self, what: str, array: Array = None) -> AbstractContextManager[object]:
-        if self.gpu is None or isinstance(array, np.ndarray):
+        if self._gpu is None or isinstance(array, np.ndarray):
             return self._on_host(what, array)
         stream = self._cupy.cuda.get_current_stream()
         if self.size == 1 or stream.is_capturing():
             return nullcontext()
-        return self._watch.enqueued(lane_of(self._cupy, self.gpu, stream), what, array)
+        return self._watch.enqueued(lane_of(self._cupy, self._gpu, stream), what, array)
 
     @contextmanager
     def _on_host(self, what: str, array: Array = None) -> Iterator[None]:
@@ -126,7 +126,7 @@ class TorchComm(Comm):
                     work.wait()
 
     def _barrier(self) -> None:
-        if self.gpu is not None:
+        if self._gpu is not None:
             self._cupy.cuda.get_current_stream().synchronize()
         with self._on_host("barrier"):
             self._gather_values(0)  # torch's barrier must guess a GPU where a group has two backends
@@ -173,7 +173,7 @@ class TorchComm(Comm):
             return nullcontext()
         cuda, pointer = self._torch.cuda, self._cupy.cuda.get_current_stream().ptr
         # NOTE: ExternalStream of the default stream, whose pointer is 0, would be a new stream from torch's pool.
-        stream = cuda.ExternalStream(pointer, device=self.gpu) if pointer else cuda.default_stream(self.gpu)
+        stream = cuda.ExternalStream(pointer, device=self._gpu) if pointer else cuda.default_stream(self._gpu)
         context: AbstractContextManager[Any] = cuda.stream(stream)
         return context
 

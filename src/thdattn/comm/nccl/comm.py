@@ -68,7 +68,7 @@ class NcclComm(Comm):
         cupy, nccl = load()
         self._cupy = cupy
         self._gpus = gpus
-        self.gpu = gpus[world.rank].device
+        self._gpu = gpus[world.rank].device
         self._bytes = nccl.NCCL_UINT8
         self._module = nccl
         self._dtypes = {dtype: getattr(nccl, f"NCCL_{dtype.upper()}") for dtype in self.sum_dtypes}
@@ -76,7 +76,7 @@ class NcclComm(Comm):
         self._watch = mpi.watch(world, timeout)
         mpi.find_ranks(world, self._watch)
         with self._watch.waiting("the start of NCCL", patience=PATIENCE_AT_START):
-            results("no context on the GPU", world.allgather(attempt(cupy.cuda.Device(self.gpu).use)))
+            results("no context on the GPU", world.allgather(attempt(cupy.cuda.Device(self._gpu).use)))
             self._nccl = communicator.start(
                 world, nccl, "NCCL did not start", nccl.NcclCommunicator, self._watch.waiting)
             peer, self.no_peer_memory = _peer_transport(world, gpus, transport)
@@ -104,13 +104,13 @@ class NcclComm(Comm):
             return None
         if self._transport is not None:
             self._transport.enter()
-        return lane_of(self._cupy, self.gpu, stream)
+        return lane_of(self._cupy, self._gpu, stream)
 
     def _watched_stream(self, stream: Any) -> AbstractContextManager[object]:
         """Watch a block that enqueues waits for other ranks beside kernels, on another stream than the current one."""
         if stream.is_capturing():
             return nullcontext()
-        return self._watch.enqueued(lane_of(self._cupy, self.gpu, stream), "exchange beside kernels")
+        return self._watch.enqueued(lane_of(self._cupy, self._gpu, stream), "exchange beside kernels")
 
     def _all_gather(self, send: Array, recv: Array) -> None:
         if send.size:
