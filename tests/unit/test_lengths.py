@@ -50,7 +50,7 @@ def test_lines_and_functions_fit_a_screen():
 
 
 # Functions that users call by keyword, with the arguments of a layer or of flash_attn_varlen_func.
-CALLED_BY_KEYWORD = {"CPAttention", "Mamba2Mixer", "predicted", "attention", "packed_attention", "varlen_attention"}
+CALLED_BY_KEYWORD = {"CPAttention", "Mamba2Mixer", "attention", "packed_attention", "varlen_attention"}
 
 
 def _parameters(node: ast.AST, owner: str = "") -> Iterator[tuple[str, int]]:

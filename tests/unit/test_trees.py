@@ -275,7 +275,7 @@ CROSS_TREES = "key_batch was passed and one of the batches has trees, wanted"
     (lambda: ALONE.plan(PLAIN, key_batch=WHOLE), CROSS_TREES),
     (lambda: ALONE.cache(WHOLE.num_seqs, 500).fill(KEYS, KEYS, ALONE.plan(WHOLE, "contiguous")),
      "plan is of trees, wanted one path per sequence of the cache"),
-    (lambda: predicted(MIXED.batch(2), 2, 8, 64, 8, "all_gather", "dual_chunk"),
+    (lambda: predicted(MIXED.batch(2), 2, num_heads=8, num_kv_heads=8, cp_comm_type="p2p", sharding="dual_chunk"),
      "batch has trees, wanted sequences, as the model"),
 ], ids=["full mask", "trees as queries", "trees as keys", "KV cache", "cost model"])
 def test_what_takes_no_trees_says_so(call, message):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,20 +145,20 @@ def ways(cp_size: int) -> Iterator[Way]:
 
 
 def predicted(
-    batch: PackedBatch, cp_size: int, num_heads: int, head_dim: int, num_kv_heads: int, cp_comm_type: str,
-    sharding: str, rates: Rates = H200, inner: int = 1, causal: bool = True, window: tuple[int, int] = (-1, -1),
-    per_node: int | None = None,
+    batch: PackedBatch, cp_size: int, *, cp_comm_type: str, sharding: str, inner: int = 1, rates: Rates = H200,
+    **layer: Any,
 ) -> Both:
     """Predict the seconds of forward and backward of one layer on the busiest rank.
 
     Args:
         batch: lengths on the host, padded as the sharding needs.
         cp_size: number of ranks.
-        num_heads, head_dim, num_kv_heads, cp_comm_type, causal, window: as for thdattn.CPAttention.
+        cp_comm_type: as for thdattn.CPAttention.
         sharding: "dual_chunk", "contiguous" or "balanced".
-        rates: how fast the machine is.
         inner: ranks among which a cp_comm_type with a "+" exchanges heads.
-        per_node: ranks of one machine; None: all are on one.
+        rates: how fast the machine is.
+        layer: num_heads, num_kv_heads, and if wanted head_dim, causal and window, as for thdattn.CPAttention; and
+            per_node, the ranks of one machine (default: all).
 
     Returns:
         Seconds of the forward and of the backward.
@@ -165,8 +166,7 @@ def predicted(
     Raises:
         TypeError, ValueError: as CPAttention and its plan, if the method cannot work.
     """
-    shape = Shape(num_heads, num_kv_heads, head_dim, causal, window, per_node)
-    return cost(batch, cp_size, shape, Way(cp_comm_type, sharding, inner), rates).seconds
+    return cost(batch, cp_size, Shape(**layer), Way(cp_comm_type, sharding, inner), rates).seconds
 
 
 def cost(batch: PackedBatch, cp_size: int, shape: Shape, way: Way, rates: Rates = H200) -> Cost:
@@ -179,16 +179,17 @@ def cost(batch: PackedBatch, cp_size: int, shape: Shape, way: Way, rates: Rates 
         raise ValueError("batch has trees, wanted sequences, as the model knows the kernels' times for these alone; "
                          "pass a batch of the paths (PackedBatch.paths)")
     layer = _Layer.of(batch, cp_size, shape, way)
-    pairs, tiles = pairs_and_tiles(layer.core.sharding, layer.core.window)
-    received = [sum(moves.received() for moves in level) for level in layer.moves()]
+    clocks = [_Clock(layer, rates, direction) for direction in (0, 1)]
+    pairs, tiles = layer.pairs_and_tiles
     return Cost(
         way=way,
-        received=Both(*received),
+        received=Both(*(heads.received() + rows.received()
+                        for heads, rows in zip(layer.heads_moves, layer.rows_moves, strict=True))),
         work=float(pairs.max() / pairs.mean()) if pairs.any() else 1.0,
         tiles=int(tiles.max()) * layer.heads,
         memory=_memory(batch, cp_size, shape, way),
-        compute=Both(*(_Clock(layer, rates, direction).compute(int(tiles.max()), 1) for direction in (0, 1))),
-        seconds=Both(*(_Clock(layer, rates, direction).seconds() for direction in (0, 1))),
+        compute=Both(*(clock.compute(int(tiles.max()), 1.0) for clock in clocks)),
+        seconds=Both(*(clock.seconds() for clock in clocks)),
     )
 
 
@@ -251,81 +252,79 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer with a plan without arrays, of rank 0.
+    """What the model knows of a layer on rank 0: its plan without arrays, and what its method does.
 
+    core: the plan between the ranks that have the rows of the same heads; the plan itself if no heads are exchanged.
+    method: the method between these ranks.
+    groups: shares of the heads that are computed one after another.
     inner: number of ranks that exchange heads with each other.
+    heads, kv_heads: heads of which a rank computes rows.
     """
 
-    attention: CPAttention
     plan: Plan
+    core: Plan
+    method: Method
+    groups: Sequence[float]
+    keeps_keys: bool
     inner: int
     per_node: int
+    heads: int
+    kv_heads: int
+    has_shared_heads: bool
+    dtype: np.dtype[Any]
 
     @classmethod
     def of(cls, batch: PackedBatch, cp_size: int, shape: Shape, way: Way) -> _Layer:
         attention = _attention(0, cp_size, shape, way)
-        inner = cp_size if way.cp_comm_type == "a2a" else way.inner
-        return cls(attention, attention._outline(batch, way.sharding, None, None, False), inner,
-                   shape.per_node or cp_size)
+        plan = attention._outline(batch, way.sharding, None, None, False)
+        options, inner = attention._method_options(plan), cp_size if way.cp_comm_type == "a2a" else way.inner
+        return cls(
+            plan, plan.core or plan, attention._selection.between(plan),
+            [size / shape.num_kv_heads for size in options.head_groups], options.keep_keys, inner,
+            shape.per_node or cp_size, shape.num_heads // inner, max(1, shape.num_kv_heads // inner),
+            shape.num_kv_heads < inner, attention.dtype)
 
-    @property
-    def core(self) -> Plan:
-        return self.plan.core or self.plan
-
-    @property
-    def method(self) -> Method:
-        return self.attention._selection.between(self.plan)
-
-    @property
-    def heads(self) -> int:
-        return self.attention.num_heads // self.inner
-
-    @property
-    def kv_heads(self) -> int:
-        return max(1, self.attention.num_kv_heads // self.inner)
-
-    @property
-    def groups(self) -> list[float]:
-        """Return the shares of the heads that are computed one after another."""
-        found = self.attention._groups(self.plan) if self.attention.comm.size > 1 else (1,)
-        return [size / sum(found) for size in found]
-
-    def moves(self) -> tuple[tuple[Moves, Moves], tuple[Moves, Moves]]:
-        """Return the bytes moved for heads and for rows, of the forward and of the backward."""
-        return tuple(zip(self._heads_moves(), self._rows_moves(), strict=True))  # type: ignore[return-value]
-
-    def _heads_moves(self) -> tuple[Moves, Moves]:
-        attention, rows = self.attention, self.plan.local_rows
-        element, sum_element = attention.dtype.itemsize, lse_dtype(attention.dtype).itemsize
-        query, out = (self.heads * width * element for width in (attention.head_dim, attention.v_head_dim))
-        keys = self.kv_heads * (attention.head_dim + attention.v_head_dim) * element
-        sums = keys // element * sum_element if attention.num_kv_heads < self.inner else keys
-        result = out + self.heads * sum_element  # with lse
-        again = 0 if attention._keeps(self.plan) else query + keys + result
-        sizes = (query + keys, result), (out + again, query + sums)
-        forward, backward = (Moves(*(_to_each(self.inner, rows * size) for size in both)) for both in sizes)
-        return forward, backward
-
-    def _rows_moves(self) -> tuple[Moves, Moves]:
-        core, attention = self.core, self.attention
-        table = _to_each(core.cp_size, core.local_key_rows)
-        if core.routes is not None and self.method is not p2p:
-            table = core.routes.table
-        keys, sums = self.row_bytes
-        kept = attention._keeps(self.plan) and self.method is not p2p
-        return Moves(table * keys, 0 * table), Moves(table * (0 if kept else keys), table.T * sums)
+    @cached_property
+    def pairs_and_tiles(self) -> tuple[Ints, Ints]:
+        """Return visible pairs, and tiles of one head, of counted_ranks."""
+        return pairs_and_tiles(self.core.sharding, self.core.window)
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Return bytes a row: keys and values of the heads that a rank has, and sums of their gradients."""
-        attention = self.attention
-        width = self.kv_heads * (attention.head_dim + attention.v_head_dim)
-        return width * attention.dtype.itemsize, width * lse_dtype(attention.dtype).itemsize
+        width = self.kv_heads * sum(self.plan.head_dims)
+        return width * self.dtype.itemsize, width * lse_dtype(self.dtype).itemsize
+
+    @cached_property
+    def heads_moves(self) -> tuple[Moves, Moves]:
+        """Return the bytes moved to exchange heads, of the forward and of the backward."""
+        query, out = (self.heads * width * self.dtype.itemsize for width in self.plan.head_dims)
+        keys, float_sums = self.row_bytes
+        result = out + self.heads * lse_dtype(self.dtype).itemsize  # with lse
+        again = 0 if self.keeps_keys else query + keys + result
+        sizes = (query + keys, result), (out + again, query + (float_sums if self.has_shared_heads else keys))
+        forward, backward = (Moves(*(_to_each(self.inner, self.plan.local_rows * size) for size in both))
+                             for both in sizes)
+        return forward, backward
+
+    @cached_property
+    def rows_moves(self) -> tuple[Moves, Moves]:
+        """Return the bytes moved for the rows of other ranks, of the forward and of the backward."""
+        core, is_ring = self.core, self.method is p2p
+        table = _to_each(core.cp_size, core.local_key_rows)
+        if core.routes is not None and not is_ring:
+            table = core.routes.table
+        keys, sums = self.row_bytes
+        again = 0 if self.keeps_keys and not is_ring else keys
+        return Moves(table * keys, 0 * table), Moves(table * again, table.T * sums)
 
 
 @dataclass(frozen=True)
 class _Clock:
-    """Predicts how long a layer takes. direction: 0 forward, 1 backward."""
+    """Predicts how long a layer takes. direction: 0 forward, 1 backward.
+
+    A part is a share of the heads: all are computed at once, or one part after another.
+    """
 
     layer: _Layer
     rates: Rates
@@ -333,52 +332,48 @@ class _Clock:
 
     def seconds(self) -> float:
         """Return the seconds of the whole layer."""
-        layer = self.layer
+        layer, number = self.layer, len(self.layer.groups)
         if layer.plan.core is None:
-            return self._rows(layer.groups if layer.method is all_gather else [1], 1)
-        (heads, _), number = layer.moves()[self.direction], len(layer.groups)
-        between = self._rows([1], number)
+            return self._rows(layer.groups if layer.method is all_gather else [1.0])
+        between = self._rows([1 / number])
         pieces = [(layer.inner - 1) * each * self.rates.latency for each in PIECES[self.direction]]
         before, after = ([self._travel(x / number, layer.per_node) + each] * number
-                         for x, each in zip(heads, pieces, strict=True))
+                         for x, each in zip(layer.heads_moves[self.direction], pieces, strict=True))
         if layer.inner <= layer.per_node:  # an exchange that overlaps nothing is one kernel
             before[0] -= pieces[0] * (number == 1)
             after[-1] -= pieces[1]
         return _in_turns([between] * number, before, after)
 
-    def compute(self, tiles: int, share: float) -> float:
-        """Return the seconds of attention over so many tiles, for one of `share` groups of heads."""
+    def compute(self, tiles: int, part: float) -> float:
+        """Return the seconds of attention over so many tiles."""
         flops = attention_flops(self.layer.core, tiles, self.layer.heads, self.direction)
-        return self.rates.latency + flops / share / self.rates[self.direction]
+        return self.rates.latency + part * flops / self.rates[self.direction]
 
-    def _rows(self, groups: Sequence[float], share: int) -> float:
-        """Return the seconds of the method for rows, for one of `share` groups of heads, split into `groups`."""
-        layer = self.layer
-        _, rows = layer.moves()[self.direction]
+    def _rows(self, parts: Sequence[float]) -> float:
+        """Return the seconds of the method for rows, of one part after another."""
+        layer, rows = self.layer, self.layer.rows_moves[self.direction]
         if layer.method is p2p:
-            return self._ring(rows, share)
+            return self._ring(rows, *parts)
         if layer.method is group_cast:
-            return self._needed(rows, share)
-        _, tiles = pairs_and_tiles(layer.core.sharding, layer.core.window)
-        parts = [share / group for group in groups]
+            return self._needed(rows, *parts)
+        _, tiles = layer.pairs_and_tiles
         work = [self.compute(int(tiles.max()), part) + self._put_in_order(rows, part) for part in parts]
-        before, after = ([self._travel(x / part, self._neighbours, relayed=True) for part in parts] for x in rows)
+        before, after = ([self._travel(x * part, self._neighbours, relayed=True) for part in parts] for x in rows)
         if self._is_near and after[-1]:  # the exchange overlaps its own kernel
             after[-1], work[-1] = min(after[-1], self.rates.latency), work[-1] * BESIDE
         return _in_turns(work, before, after)
 
-    def _needed(self, rows: Moves, share: int) -> float:
+    def _needed(self, rows: Moves, part: float) -> float:
         """Overlap tiles of a rank's own rows with receiving keys (forward) or sending sums (backward)."""
-        core = self.layer.core
-        _, tiles = pairs_and_tiles(core.sharding, core.window)
-        work = np.array([self.compute(int(number), share) for number in tiles])
-        before, after = (self._travel(x / share, self._neighbours) for x in rows)
+        core, (_, tiles) = self.layer.core, self.layer.pairs_and_tiles
+        work = np.array([self.compute(int(number), part) for number in tiles])
+        before, after = (self._travel(x * part, self._neighbours) for x in rows)
         hides = rows.received() >= group_cast.WORTH_OVERLAPPING
         own = hides * work * own_tiles(core.sharding, core.window)[self.direction] / np.maximum(1, tiles)
         travel, rest = (after, before) if self.direction else (before, after)
-        return float((work - own + np.maximum(own, travel)).max()) + rest + self._put_in_order(rows, share)
+        return float((work - own + np.maximum(own, travel)).max()) + rest + self._put_in_order(rows, part)
 
-    def _put_in_order(self, rows: Moves, share: float) -> float:
+    def _put_in_order(self, rows: Moves, part: float) -> float:
         """Return the seconds in which a rank moves all keys to their places in the key buffer, and back.
 
         Gradients of keys of all ranks are in the order of ranks as kernels store them; they are read to be added up.
@@ -387,17 +382,16 @@ class _Clock:
         moved = sum(passes * (int(x.sum(axis=0).max()) + size * self.layer.core.local_key_rows)
                     for passes, size, x in zip((2, 1 if stored else 2), self.layer.row_bytes, rows, strict=True)
                     if x.any())
-        return moved / share / self.rates.memory
+        return part * moved / self.rates.memory
 
-    def _ring(self, rows: Moves, share: int) -> float:
+    def _ring(self, rows: Moves, part: float) -> float:
         """Add the steps of a ring, each as long as that of the busiest rank."""
-        layer, size = self.layer, self.layer.core.cp_size
-        tiles = tiles_of_steps(layer.core.sharding, layer.core.window)
-        merged = layer.core.local_rows * layer.heads * layer.core.head_dims[1 - self.direction] * 4
-        work = [self.compute(int(number), share) + 2 * merged / share / self.rates.memory
-                for number in tiles]  # out or dq, in float32
+        core, size = self.layer.core, self.layer.core.cp_size
+        merged = core.local_rows * self.layer.heads * core.head_dims[1 - self.direction] * 4  # out or dq, in float32
+        merging = 2 * part * merged / self.rates.memory
+        work = [self.compute(int(tiles), part) + merging for tiles in tiles_of_steps(core.sharding, core.window)]
         rate = self.rates.link if self._is_near else self.rates.between
-        keys, sums = (self.rates.latency + float(x.max()) / share / rate for x in rows)
+        keys, sums = (self.rates.latency + part * float(x.max()) / rate for x in rows)
         if self.direction == 0:  # every step except the last overlaps the exchange of the next slice
             return sum(max(now, keys) for now in work[:-1]) + work[-1]
         # The own slice is the last one; sums follow a hop behind the keys.
@@ -406,14 +400,14 @@ class _Clock:
         return keys + sum(steps)
 
     @property
-    def _is_near(self) -> bool:
-        """Tell if all ranks that exchange rows are on one machine."""
-        return self._neighbours >= self.layer.core.cp_size
-
-    @property
     def _neighbours(self) -> int:
         """Return how many of the ranks that exchange rows are on one machine."""
         return max(1, self.layer.per_node // self.layer.inner)
+
+    @property
+    def _is_near(self) -> bool:
+        """Tell if all ranks that exchange rows are on one machine."""
+        return self._neighbours >= self.layer.core.cp_size
 
     def _travel(self, table: NDArray[Any], neighbours: int, relayed: bool = False) -> float:
         """Return the seconds until all ranks have received. relayed: another machine sends bytes once, to any rank."""
@@ -428,8 +422,7 @@ class _Clock:
 
 
 def _in_turns(work: Sequence[float], before: Sequence[float], after: Sequence[float]) -> float:
-    """Return the seconds of consecutive groups that overlap with the next input and the last output on the wire.
-    """
+    """Return the seconds of consecutive parts that overlap with the next input and the last output on the wire."""
     copies = [coming + going for coming, going in zip([*before[1:], 0], [0, *after[:-1]], strict=True)]
     return before[0] + sum(max(now * BESIDE if x else now, x) for now, x in zip(work, copies, strict=True)) + after[-1]
 
