@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,18 +16,16 @@ import thdattn
 import thdattn.engines.reference
 
 
-def test_every_way_of_both_directions_is_called_and_has_a_row(monkeypatch):
+def test_every_way_of_both_directions_is_called_and_has_a_row(on_host, monkeypatch):
     """On the host, by the NumPy engine."""
-    called, rng = [], np.random.default_rng(0)
+    called = []
     monkeypatch.setattr(bench_reorder, "cupy", np)
     monkeypatch.setattr(bench_reorder, "cuda", thdattn.engines.reference)
     monkeypatch.setattr(bench_reorder, "ROWS", 64)
     monkeypatch.setattr(bench_reorder, "PACKS", {"two": (48, 16)})
-    monkeypatch.setattr(bench_reorder, "normal", lambda shape, seed, dtype: rng.standard_normal(shape).astype(dtype))
+    monkeypatch.setattr(bench_reorder, "normal", partial(bench_reorder.normal, xp=np))
     monkeypatch.setattr(bench_reorder, "copy", lambda sources, targets: called.append("copy"))
     monkeypatch.setattr(bench_reorder, "selecting", lambda sources, index: lambda: called.append("select"))
-    monkeypatch.setattr(bench_reorder.timing, "called", lambda call, calls: [(call() and 2.0) or 2.0] * calls)
-    monkeypatch.setattr(bench_reorder.timing, "REST", 0)
     found = [*bench_reorder.bench("two", 4)]
     torch_is_there = importlib.util.find_spec("torch") is not None
     ways = ["ours", "copy", *["select"] * torch_is_there]
