@@ -6,6 +6,7 @@ in pieces. Tables in GPU memory hold these pieces at fixed addresses, and each r
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 Window = tuple[int, int]
 Flags = tuple[NDArray[np.bool_], NDArray[np.bool_]]  # of tiles of queries, and of tiles of keys
 
-_PIECES_OF_A_RUN = 14  # at most, in the arrays of a KeySide together, and one of -1 before each array
+_PIECES_OF_A_RUN = 14  # in the arrays of a KeySide together
 _ARRAYS = 6  # of a KeySide
 # For each rank, of a layout with as much to exchange as random packs have at most, and half as much again.
 _REACHES = 4  # of a window, in a message
@@ -72,7 +73,6 @@ class BalancedCapacity(NamedTuple):
         others = np.cumsum(~foreign[1]) <= keys - foreign[1].sum()
         return near & (np.cumsum(near) <= queries), foreign[1] | others
 
-
     @classmethod
     def of_any_layout(cls, total_rows: int, cp_size: int, window: Window) -> BalancedCapacity:
         """Return the capacity of all layouts but rare ones, in which ranks share many documents."""
@@ -105,18 +105,16 @@ class LayoutSizes(NamedTuple):
     capacities: dict[Mask, BalancedCapacity]
 
     @property
+    def lengths(self) -> list[int]:
+        """Words of each table: pieces of rows, and for each mask pieces of a KeySide, tiles of queries and of keys."""
+        pieces = _PIECES_OF_A_RUN * self.max_runs  # at most, and one of -1 before each array
+        of_masks = ((2 * (_ARRAYS + pieces), *self.num_tiles(mask)) for mask in self.capacities)
+        return [2 * (1 + pieces), *chain(*of_masks)]
+
+    @property
     def num_words(self) -> int:
         """Size of all tables, int32 words."""
-        return self.first_word(len(self.capacities))
-
-    def first_word(self, number: int) -> int:
-        """Return the first word of a mask's tables, which follow those of the masks before."""
-        before = [*self.capacities][:number]
-        return 2 * self.num_pieces(1) + sum(2 * self.num_pieces() + sum(self.num_tiles(mask)) for mask in before)
-
-    def num_pieces(self, num_arrays: int = _ARRAYS) -> int:
-        """Return a bound for the pieces of so many arrays of a layout together."""
-        return num_arrays + _PIECES_OF_A_RUN * self.max_runs
+        return sum(self.lengths)
 
     def num_tiles(self, mask: Mask) -> tuple[int, int]:
         """Return the number of tiles of queries and of keys."""
@@ -138,18 +136,24 @@ class LayoutTables(NamedTuple):
     @property
     def rows(self) -> tuple[Any, np.int32]:
         """Pieces of all ranks' rows, as kernels read them: an array, and the number of its pieces."""
-        count = self.sizes.num_pieces(1)
-        return self.words[: 2 * count], np.int32(count)
+        return self._pieces(0)
 
     def key_side(self, mask: Mask) -> tuple[Any, np.int32]:
         """Return the pieces of this rank's KeySide for a mask, one array after another, as `rows`."""
-        first, count = self._first(mask), self.sizes.num_pieces()
-        return self.words[first : first + 2 * count], np.int32(count)
+        return self._pieces(self._first(mask))
 
     def second_tiles(self, mask: Mask) -> tuple[Any, Any]:
         """Return 1 for tiles of queries, and for tiles of keys, that do not come first; see Plan.first_tiles."""
-        first, (queries, keys) = self._first(mask) + 2 * self.sizes.num_pieces(), self.sizes.num_tiles(mask)
-        return self.words[first : first + queries], self.words[first + queries : first + queries + keys]
+        return self._table(self._first(mask) + 1), self._table(self._first(mask) + 2)
 
     def _first(self, mask: Mask) -> int:
-        return self.sizes.first_word([*self.sizes.capacities].index(mask))
+        """Return the number of a mask's first table."""
+        return 1 + 3 * [*self.sizes.capacities].index(mask)
+
+    def _table(self, number: int) -> Any:
+        begin = sum(self.sizes.lengths[:number])
+        return self.words[begin : begin + self.sizes.lengths[number]]
+
+    def _pieces(self, number: int) -> tuple[Any, np.int32]:
+        table = self._table(number)
+        return table, np.int32(len(table) // 2)
