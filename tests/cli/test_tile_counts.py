@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pairs import visible
 
 import thdattn
 from thdattn.costs import tile_counts
@@ -23,16 +24,6 @@ def sharded(cp_size, strategy):
     return thdattn.Sharding(thdattn.PackedBatch.from_lengths(LENGTHS, multiple), cp_size, strategy)
 
 
-def visible(batch, window):
-    """Return (total_rows, total_rows) bool, which row sees which, from the rule on positions."""
-    sequence, position = np.full(batch.total_rows, -1), np.zeros(batch.total_rows, int)
-    for number, (start, length) in enumerate(zip(batch.cu_seqlens_padded, batch.lengths, strict=False)):
-        sequence[start : start + length], position[start : start + length] = number, range(length)
-    left, right = (side if side >= 0 else batch.total_rows for side in window)
-    behind = position[:, None] - position
-    return (sequence[:, None] == sequence) & (sequence >= 0) & (behind <= left) & (-behind <= right)
-
-
 def tiles_of(mask, tile):
     return sum(mask[i : i + tile, j : j + tile].any()
                for i in range(0, mask.shape[0], tile) for j in range(0, mask.shape[1], tile))
@@ -40,14 +31,10 @@ def tiles_of(mask, tile):
 
 def masks_of_ranks(sharding, window, keys_of=None):
     """Yield, for every rank, which of its rows see which rows of its key buffer."""
-    everything = np.pad(visible(sharding.batch, window), (0, 1))  # row -1 sees nothing
+    keys = np.arange(sharding.batch.total_rows) if keys_of is None else sharding.rows(keys_of)
     for rank in range(sharding.cp_size):
-        mask = everything[sharding.rows(rank)]
-        if keys_of is not None:
-            mask = mask[:, sharding.rows(keys_of)]
-        elif sharding.by_runs:
-            mask = mask[:, mask.any(axis=0)]
-        yield mask
+        mask = visible(sharding.batch, sharding.rows(rank), keys, window)
+        yield mask[:, mask.any(axis=0)] if keys_of is None and sharding.by_runs else mask
 
 
 @pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
@@ -75,7 +62,7 @@ def test_own_tiles_are_those_that_need_no_row_of_another_rank(window, small_tile
     found = tile_counts.own_tiles(sharding, window)
     for rank, mask in enumerate(masks_of_ranks(sharding, window)):
         rows = sharding.rows(rank)
-        everything = np.pad(visible(sharding.batch, window), (0, 1))[rows]
+        everything = visible(sharding.batch, rows, np.arange(sharding.batch.total_rows), window)
         foreign = ~np.isin(np.flatnonzero(everything.any(axis=0)), rows)
         tiles = [(i, j) for i in range(0, mask.shape[0], 8) for j in range(0, mask.shape[1], 8)
                  if mask[i : i + 8, j : j + 8].any()]

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import CASES
+from pairs import WINDOWS
+from pairs import visible as every_pair
 from wrong_values import DeviceOffsets
 
 import thdattn
@@ -68,21 +70,9 @@ def test_what_is_said_of_a_whole_mask_is_counted(mask, queries, keys):
 # --- pairs and FLOPs ---------------------------------------------------------------------------------------------
 
 
-WINDOWS = [(-1, -1), (0, 0), (3, 0), (-1, 0), (5, -1), (2, 4), (0, 7), (100, 100)]
-
-
 def attention(comm=None, **options):
     comm = comm or thdattn.comm.init("single")
     return thdattn.CPAttention(comm, **{"num_heads": 2, "head_dim": 8, "engine": "reference", **options})
-
-
-def counted_pairs(lengths, causal, window):
-    """Every query and key of every document, one by one."""
-    left, right = window
-    return sum(
-        (left < 0 or key >= query - left) and (right < 0 or key <= query + right) and (not causal or key <= query)
-        for length in lengths for query in range(length) for key in range(length)
-    )
 
 
 def test_flops_worked_by_hand():
@@ -95,20 +85,18 @@ def test_flops_worked_by_hand():
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_every_rank_counts_the_pairs_of_all_ranks(window, causal, cp_size):
-    lengths = (0, 1, 2, 5, 0, 17, 9)
-    window = (window[0], min(window[1], 0)) if causal else window
-    batch = thdattn.PackedBatch.from_lengths(lengths, multiple=2 * cp_size)
+@pytest.mark.parametrize("window", [*WINDOWS, (2, 4), (0, 7)])
+def test_every_rank_counts_the_pairs_of_all_ranks(window, cp_size):
+    batch = thdattn.PackedBatch.from_lengths((0, 1, 2, 5, 0, 17, 9), multiple=2 * cp_size)
 
     def program(comm):
-        attn = attention(comm, num_heads=3, head_dim=8, causal=causal, window=window)
+        attn = attention(comm, num_heads=3, head_dim=8, causal=window[1] == 0, window=window)
         plan = attn.plan(batch)
         assert attn.flops(batch) == attn.flops(plan)
         return plan, attn.flops(plan)
 
-    pairs = counted_pairs(lengths, causal, window)
+    rows = np.arange(batch.total_rows)
+    pairs = int(every_pair(batch, rows, rows, window).sum())
     ranks = thdattn.comm.run_local(cp_size, program)
     for plan, flops in ranks:
         assert plan.visible_pairs == pairs
