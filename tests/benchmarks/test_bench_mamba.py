@@ -19,6 +19,7 @@ from cp_methods import OURS
 from mamba_cases import BYTES_PER_S, MixerCase, draw
 from mamba_exact import MIXER, OF_ROWS, OF_WEIGHTS, SCAN
 
+from thdattn.comm import run_local
 from thdattn.engines.cuda import launch
 from thdattn.mamba import oracle
 from thdattn.mamba.shape import Mamba2Weights
@@ -157,3 +158,16 @@ def test_heads_dealt_to_ranks_make_the_whole_mixer(heads, groups, size):
 
 def test_weights_are_in_the_order_of_their_names():
     assert tuple(f"d{name}" for name in Mamba2Weights._fields) == OF_WEIGHTS
+
+
+def test_two_ranks_are_timed_beside_one(on_host, monkeypatch):
+    monkeypatch.setattr(mamba_cp, "draw", lambda case, _: draw(case, np))
+    case = replace(TOY, lengths=(40, 24), dtype=ml_dtypes.bfloat16)
+
+    def program(comm):
+        ((_, part, versions, measured),) = mamba_cp.measure(comm, [case], False, 1)
+        return part, versions, {key: row["ms"] for key, row in measured.items()}
+
+    ms = {"forward": "0.00100", "backward": "0.00200", "both": "0.00300"}
+    wanted = {(peer, name, "called"): found for peer in (OURS, "one GPU") for name, found in ms.items()}
+    assert run_local(2, program) == [("mixer", {}, wanted)] * 2
