@@ -120,16 +120,6 @@ def test_weights_are_the_same_on_every_rank_and_follow_the_seed():
     assert single(seed=5).weights.tobytes() == weights[0] != single(seed=6).weights.tobytes()
 
 
-def test_params_and_grads_are_views_that_cover_the_flat_arrays():
-    model = single()
-    for flat, views in ((model.weights, model.params), (model.gradient, model.grads)):
-        flat[...] = np.arange(flat.size)
-        assert np.concatenate([x.ravel() for x in views.values()]).tobytes() == flat.tobytes()
-    matrices = [x for x in model.params.values() if x.ndim == 2]
-    assert model.num_matrix_weights == sum(x.size for x in matrices)
-    assert matrices[-1].ravel()[-1] == model.num_matrix_weights - 1, "matrices come first"
-
-
 def test_rows_of_the_tables_without_a_meaning_stay_zero():
     model = single()
     batch = thdattn.PackedBatch.from_lengths(LENGTHS, 2)
