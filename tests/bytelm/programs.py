@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import train
-from launch import SOURCE, run_ranks
+from launch import SOURCE, run, run_ranks
 
 import thdattn
 
@@ -28,9 +27,7 @@ def start(ranks: int, program: Path, *words: object, timeout: float = 120) -> su
     arguments = [str(word) for word in words]
     if ranks > 1:
         return run_ranks(ranks, program, *arguments, timeout=timeout)
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    command = [sys.executable, str(program), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    return run([sys.executable, str(program), *arguments], timeout)
 
 
 def options(**values: object) -> list[str]:
