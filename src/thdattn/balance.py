@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.packing import PackedBatch, once
+from thdattn.packing import PackedBatch, once, rows_of_runs
 from thdattn.trees import Trees
 
 Ints = NDArray[np.int64]
@@ -287,10 +287,10 @@ class _Attempt:
             wherever: see _folded.
         """
         self._line = sequences[np.argsort(self._lengths[sequences], kind="stable")]
-        line = _Line(self._lengths[self._line])
+        lengths = self._lengths[self._line]
         free = [self.capacity - rows for rows in self.rows]
         lack = [self.share - work for work in self.work]
-        self._parts = _folded(line.work_before, int(self._lengths[self._line].sum()), free, lack, wherever)
+        self._parts = _folded(_work_before(lengths), int(lengths.sum()), free, lack, wherever)
 
     def runs(self) -> Ints:
         """Return the runs, as place_fold does."""
@@ -382,17 +382,15 @@ def _dear_rows(
     return bisect_left(range(count), -rest, key=lambda dear: -between(dear))
 
 
-class _Line:
-    """Line of consecutive sequences, as Python ints, with which bisection is fastest."""
+def _work_before(lengths: Ints) -> Callable[[int], int]:
+    """Return the function that _folded takes, for a line of consecutive sequences. Bisection is fastest on lists."""
+    starts, done = ([0, *np.cumsum(x).tolist()] for x in (lengths, _triangle(lengths)))
 
-    def __init__(self, lengths: Ints) -> None:
-        self._starts = [0, *np.cumsum(lengths).tolist()]
-        self._done = [0, *np.cumsum(_triangle(lengths)).tolist()]
+    def work_before(row: int) -> int:
+        index = bisect_right(starts, row) - 1
+        return int(done[index] + _triangle(row - starts[index]))
 
-    def work_before(self, row: int) -> int:
-        """Return the work of all rows before a row."""
-        index = bisect_right(self._starts, row) - 1
-        return int(self._done[index] + _triangle(row - self._starts[index]))
+    return work_before
 
 
 def _triangle(length: Any) -> Any:
@@ -458,24 +456,25 @@ def _owners(trees: Trees, pairs: Ints, cp_size: int, budget: float) -> Ints:
         if fits.any():
             rank = int(np.where(fits, work, np.inf).argmin())
             owner[begin:end], rows[rank], work[rank] = rank, rows[rank] + end - begin, work[rank] + size
-    pieces = _pieces(trees, before, max(SHORTEST_CHUNK, capacity // PIECES), lambda token: bool(owner[token] < 0))
+    pieces = _pieces(trees, before, max(SHORTEST_CHUNK, capacity // PIECES), owner)
     done = np.append(0, np.cumsum(pairs[pieces])).tolist()
     for begin, end, rank in _folded(done.__getitem__, len(pieces), (capacity - rows).tolist(), (share - work).tolist()):
         owner[pieces[begin:end]] = rank
     return owner
 
 
-def _pieces(trees: Trees, before: Ints, most: int, is_free: Callable[[int], bool]) -> Ints:
+def _pieces(trees: Trees, before: Ints, most: int, owner: Ints) -> NDArray[np.int32]:
     """Return the free tokens, cheap pieces first: subtrees of at most `most` tokens, and pieces of larger nodes.
 
     Args:
         before: (num_tokens + 1,), pairs of all tokens before each one.
+        owner: (num_tokens,), the rank of each token; -1: it is free.
     """
     begins: list[int] = []
     sizes: list[int] = []
     behind = 0
     for first, last, end in zip(trees.nodes[:-1].tolist(), trees.nodes[1:].tolist(), trees.ends.tolist(), strict=True):
-        if first < behind or first == end or not is_free(first):
+        if first < behind or first == end or owner[first] >= 0:
             continue
         behind = end if end - first <= most else last
         pieces = -(-(behind - first) // most)
@@ -485,5 +484,4 @@ def _pieces(trees: Trees, before: Ints, most: int, is_free: Callable[[int], bool
     begin, size = np.array(begins, np.int64), np.array(sizes, np.int64)
     cost = (before[begin + size] - before[begin]) / np.maximum(size, 1)
     order = np.argsort(np.round(CLASSES * cost / cost.max(initial=1)), kind="stable")
-    tokens = [np.arange(begin[piece], begin[piece] + size[piece]) for piece in order.tolist()]
-    return np.concatenate([np.zeros(0, np.int64), *tokens])
+    return rows_of_runs(begin[order], size[order])
