@@ -244,13 +244,11 @@ def forward(
         group = ForwardInputs(its_q, k, v, plan, None if sinks is None else sinks[heads])
         results = ForwardOutputs((its_out, _some_rows(heads, lse)), max_logit=max_logit)
         logits.append(engine.attn_fwd(group, attention, results)[2])
-    kept_keys = None if kept is None else tuple(kept)
-    if not max_logit:
-        return Results(out, lse, None, kept_keys)
-    largest = joined(logits)
-    engine.nan_if_invalid(plan, largest)
-    comm.all_reduce(largest, "max")
-    return Results(out, lse, largest, kept_keys)
+    largest = joined(logits) if max_logit else None
+    if max_logit:
+        engine.nan_if_invalid(plan, largest)
+        comm.all_reduce(largest, "max")
+    return Results(out, lse, largest, None if kept is None else tuple(kept))
 
 
 def backward(

@@ -54,11 +54,9 @@ def forward(
         if logits is not None:
             largest = logits if largest is None else np.maximum(largest, logits)
     out = engine.rounded(merged, q.dtype)
-    if largest is None:
-        engine.nan_if_invalid(plan, out, lse)
-        return Results(out, lse, None, None)
-    engine.nan_if_invalid(plan, out, lse, largest)
-    comm.all_reduce(largest, "max")
+    engine.nan_if_invalid(plan, out, lse, *([] if largest is None else [largest]))
+    if largest is not None:
+        comm.all_reduce(largest, "max")
     return Results(out, lse, largest, None)
 
 
