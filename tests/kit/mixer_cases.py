@@ -157,20 +157,35 @@ def run_rank(
     case: Case, comm: thdattn.comm.Comm, dtype: Any, inputs: Any, fill: float = np.nan, xp: Any = np, **options: Any
 ) -> tuple[np.ndarray, ...]:
     """Return FIELDS of one rank."""
-    zxbcdt, weights, dout = inputs
     mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda", **options)
     plan = mixer.plan(case.batch)
     valid = to_host(plan.valid)
-
-    def local(x: np.ndarray) -> Any:
-        return xp.asarray(np.where(valid[:, None], plan.sharding.shard(x, comm.rank), x.dtype.type(fill)))
-
-    out, saved = mixer.forward(local(zxbcdt), thdattn.Mamba2Weights(*map(xp.asarray, weights)), plan)
-    dzxbcdt, dweights = mixer.backward(local(dout), saved)
-    made = tuple(map(to_host, (out, dzxbcdt, *dweights)))
+    zxbcdt, weights, dout = on_rank(plan, inputs)
+    zxbcdt, dout = (np.where(valid[:, None], x, x.dtype.type(fill)) for x in (zxbcdt, dout))
+    made = tuple(map(to_host, step(mixer, plan, on_engine((zxbcdt, weights, dout), xp))[0]))
     for x in made[:2]:
         assert not x[~valid].view(np.uint8).any(), "exactly 0"
     return made
+
+
+def on_rank(plan: thdattn.Plan, inputs: Any) -> tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]:
+    """Return the rows of a rank of inputs of a whole pack, on the host."""
+    zxbcdt, weights, dout = inputs
+    return plan.sharding.shard(zxbcdt, plan.cp_rank), weights, plan.sharding.shard(dout, plan.cp_rank)
+
+
+def on_engine(inputs: Any, xp: Any) -> tuple[Any, thdattn.Mamba2Weights, Any]:
+    """Return inputs as arrays of xp, numpy or cupy."""
+    zxbcdt, weights, dout = inputs
+    return xp.asarray(zxbcdt), thdattn.Mamba2Weights(*map(xp.asarray, weights)), xp.asarray(dout)
+
+
+def step(mixer: thdattn.Mamba2Mixer, plan: thdattn.Plan, inputs: Any) -> tuple[tuple[Any, ...], thdattn.Mamba2Saved]:
+    """Return FIELDS of a forward and a backward over a rank's rows, and what the forward saved."""
+    zxbcdt, weights, dout = inputs
+    out, saved = mixer.forward(zxbcdt, weights, plan)
+    dzxbcdt, dweights = mixer.backward(dout, saved)
+    return (out, dzxbcdt, *dweights), saved
 
 
 def on_the_host(case: Case, inputs: Any, computed_in: Any) -> tuple[np.ndarray, thdattn.Mamba2Saved]:
@@ -225,10 +240,8 @@ def two_layers(case: Case, comm: thdattn.comm.Comm, dtype: Any, xp: Any, keep: b
     plan = mixer.plan(case.batch)
     layers = []
     for seed in range(2):
-        zxbcdt, weights, dout = random_inputs(case, dtype, seed)
-        zxbcdt, dout = (xp.asarray(plan.sharding.shard(x, comm.rank)) for x in (zxbcdt, dout))
-        _, saved = mixer.forward(zxbcdt, thdattn.Mamba2Weights(*map(xp.asarray, weights)), plan)
-        layers.append((dout, saved))
+        zxbcdt, weights, dout = on_engine(on_rank(plan, random_inputs(case, dtype, seed)), xp)
+        layers.append((dout, mixer.forward(zxbcdt, weights, plan)[1]))
     made = [mixer.backward(*layer) for layer in layers]
     return [to_host(x) for dzxbcdt, dweights in made for x in (dzxbcdt, *dweights)]
 

@@ -16,7 +16,9 @@ from mixer_cases import (
     Case,
     assembled,
     assert_equal,
+    on_rank,
     random_inputs,
+    step,
     truth,
 )
 
@@ -33,11 +35,8 @@ def steps(comm, case=MIXER, dtype=FLOAT32, plan=None, wrap=lambda x: x):
     """Return mixer, plan, (out, dzxbcdt, *dweights), saved of one rank."""
     mixer = case.mixer(comm, dtype)
     plan = plan or mixer.plan(case.batch)
-    zxbcdt, weights, dout = random_inputs(case, dtype)
-    weights = thdattn.Mamba2Weights(*map(wrap, weights))
-    out, saved = mixer.forward(wrap(plan.shard(zxbcdt)), weights, plan)
-    dzxbcdt, dweights = mixer.backward(wrap(plan.shard(dout)), saved)
-    return mixer, plan, (out, dzxbcdt, *dweights), saved
+    zxbcdt, weights, dout = on_rank(plan, random_inputs(case, dtype))
+    return mixer, plan, *step(mixer, plan, (wrap(zxbcdt), thdattn.Mamba2Weights(*map(wrap, weights)), wrap(dout)))
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -56,10 +55,10 @@ def test_one_state_and_the_rows_that_a_convolution_sees_travel_whatever_the_leng
         case = Case("bytes", lengths)
         mixer = case.mixer(comm, dtype)
         plan = mixer.plan(case.batch)
-        zxbcdt, weights, dout = random_inputs(case, dtype)
-        _, saved = mixer.forward(plan.shard(zxbcdt), weights, plan)
+        zxbcdt, weights, dout = on_rank(plan, random_inputs(case, dtype))
+        _, saved = mixer.forward(zxbcdt, weights, plan)
         forward = comm.received_bytes
-        mixer.backward(plan.shard(dout), saved)
+        mixer.backward(dout, saved)
         return forward, comm.received_bytes - forward
 
     for forward, backward in thdattn.comm.run_local(cp_size, program):
@@ -162,8 +161,8 @@ def test_mixers_of_other_sizes_share_a_plan_and_keep_their_own_results():
         plan = mixers[0].plan(MIXER.batch)
         forwards = []
         for case, mixer in zip(cases, mixers, strict=True):
-            zxbcdt, weights, dout = random_inputs(case, FLOAT64)
-            forwards.append((plan.shard(dout), *mixer.forward(plan.shard(zxbcdt), weights, plan)))
+            zxbcdt, weights, dout = on_rank(plan, random_inputs(case, FLOAT64))
+            forwards.append((dout, *mixer.forward(zxbcdt, weights, plan)))
         made = []
         for mixer, (dout, out, saved) in zip(mixers, forwards, strict=True):
             dzxbcdt, dweights = mixer.backward(dout, saved)
@@ -194,9 +193,8 @@ def test_inputs_are_left_as_they_were_and_results_are_new():
         x.setflags(write=False)
     made = []
     for _ in range(2):
-        out, saved = mixer.forward(zxbcdt, weights, plan)
-        dzxbcdt, dweights = mixer.backward(dout, saved)
-        made += [out, dzxbcdt, *dweights, saved.kept.y, saved.kept.states]
+        results, saved = step(mixer, plan, (zxbcdt, weights, dout))
+        made += [*results, saved.kept.y, saved.kept.states]
     for x, copy in zip(inputs, copies, strict=True):
         assert x.tobytes() == copy.tobytes()
     for i, x in enumerate(made):

@@ -93,31 +93,6 @@ def test_the_attention_beside_it_has_the_same_plan():
     np.testing.assert_array_equal(out, mixer.forward(zxbcdt, weights, mixer.plan(case.batch))[0])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("keep", [False, True])
-def test_memory_says_what_is_kept_and_shared(keep, ranks):
-    case = mixer_case(LONG, norm=Norm(True, 2))
-
-    def program(comm):
-        mixer = case.mixer(comm, BFLOAT16, keep_activations=keep)
-        zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
-        plan, memory = mixer.plan(case.batch), mixer.memory(case.batch)
-        out, saved = mixer.forward(plan.shard(zxbcdt), weights, plan)
-        gradients, dweights = mixer.backward(plan.shard(dout), saved)
-        kept = saved.kept
-        assert memory["zxbcdt"] == saved.zxbcdt.nbytes == gradients.nbytes == memory["dzxbcdt"]
-        assert memory["y"] == kept.y.nbytes > out.nbytes == memory["out"] and memory["states"] == kept.states.nbytes
-        assert ("activations" in memory.saved) == keep and memory["dweights"] == sum(x.nbytes for x in dweights)
-        assert memory.get("rows in front", 0) == kept.halo.nbytes * (comm.size > 1)
-        plans = plan, trees._nodes(mixer._layer, plan).plan
-        arrays = [{id(x): x.nbytes for x in vars(each.arrays).values() if hasattr(x, "nbytes")} for each in plans]
-        assert memory["plan"] == sum(sum(each.values()) for each in arrays)
-        elsewhere = memory["plan"] + (0 if keep else memory["activations"])
-        assert memory.work - elsewhere == sum(x.nbytes for each in plans for x in each.workspace.arrays())
-
-    thdattn.comm.run_local(ranks, program)
-
-
 @pytest.mark.parametrize(("lengths", "parents", "rows", "total"), [
     ((4096, 2048, 2048), (-1, -1, -1), 2048, 8192),
     ((4096, 2045, 1), (-1, 0, 0), 1024, 7168),  # with 3 copies the last one takes a segment too

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mixer_cases import BFLOAT16, FLOAT32, GPU_SIZES, SIZES, Case, random_inputs
+from mixer_cases import BFLOAT16, FLOAT32, GPU_SIZES, Case, on_rank, random_inputs, step
+from tree_cases import LONG
 
 import thdattn
 from thdattn import PackedBatch
 from thdattn.costs.model import OnPaper
+from thdattn.mamba import trees
 from thdattn.mamba.oracle import Norm
-from thdattn.mamba.shape import Inputs, MixerShape
+from thdattn.mamba.shape import MixerShape
 from thdattn.plan.ranges import host_arrays
 
 RANKS = 3
@@ -25,30 +27,29 @@ def nbytes(kept):
     return sum(x.nbytes for x in kept if x is not None)
 
 
-@pytest.mark.parametrize("norm", [None, Norm(True, 2)], ids=str)
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-def test_what_is_said_is_what_is_kept_and_shared(dtype, keep, norm):
-    case = Case("some-rows", (70, 33, 200), sizes=SIZES, norm=norm)
-
+@pytest.mark.parametrize(("case", "dtype"), [
+    *((Case("some-rows", (70, 33, 200), norm=norm), dtype) for norm in (None, Norm(True, 2))
+      for dtype in (BFLOAT16, FLOAT32)),
+    (Case(LONG.name, (), trees=LONG, norm=Norm(True, 2)), BFLOAT16),
+], ids=str)
+def test_what_is_said_is_what_is_kept_and_shared(case, dtype, keep):
     def program(comm):
         mixer = case.mixer(comm, dtype, keep_activations=keep)
         plan, memory = mixer.plan(case.batch), mixer.memory(case.batch)
-        zxbcdt, weights, dout = random_inputs(case, dtype)
-        out, saved = mixer.forward(plan.shard(zxbcdt), weights, plan)
-        gradients, dweights = mixer.backward(plan.shard(dout), saved)
+        (out, gradients, *dweights), saved = step(mixer, plan, on_rank(plan, random_inputs(case, dtype)))
         kept = saved.kept
         assert memory["zxbcdt"] == saved.zxbcdt.nbytes == gradients.nbytes == memory["dzxbcdt"]
-        assert memory["out"] == out.nbytes == memory["y"] == kept.y.nbytes
-        assert memory["states"] == kept.states.nbytes and memory["dweights"] == nbytes(dweights)
-        assert memory.get("rows in front", 0) == (kept.halo.nbytes if comm.size > 1 else 0)
-        act = mixer._mixer.mixer_conv(Inputs(zxbcdt[: plan.local_rows], weights, plan, mixer._shape, kept.halo))
-        assert memory["activations"] == nbytes(act) == (nbytes(kept.act) if keep else memory.forward["activations"])
-        assert ("activations" in memory.saved) == keep
-        arrays = {id(x): x for x in vars(plan.arrays).values() if x is not None}
-        assert memory["plan"] == nbytes(arrays.values())
-        elsewhere = memory["plan"] + (0 if keep else memory["activations"])
-        assert memory.work - elsewhere == nbytes(plan.workspace.arrays())
+        assert memory["out"] == out.nbytes and memory["y"] == kept.y.nbytes and memory["states"] == kept.states.nbytes
+        assert memory["dweights"] == nbytes(dweights)
+        assert memory.get("rows in front", 0) == kept.halo.nbytes * (comm.size > 1)
+        activations = nbytes(kept.act) if keep else case.mixer(comm, dtype).memory(case.batch)["activations"]
+        assert (memory.saved if keep else memory.forward)["activations"] == activations > 0
+        plans = [plan, trees._nodes(mixer._layer, plan).plan] if plan.has_trees else [plan]
+        arrays = [{id(x): x for x in vars(each.arrays).values() if x is not None} for each in plans]
+        assert memory["plan"] == sum(nbytes(each.values()) for each in arrays)
+        elsewhere = memory["plan"] + (0 if keep else activations)
+        assert memory.work - elsewhere == sum(nbytes(each.workspace.arrays()) for each in plans)
 
     for ranks in (1, RANKS):
         thdattn.comm.run_local(ranks, program)
@@ -102,7 +103,7 @@ def planned(comm, batch, **options):
     return mixer, replace(plan, arrays=host_arrays(plan.sharding, comm.rank, plan.window, plan.tiles))
 
 
-def step(mixer, plan):
+def step_on_paper(mixer, plan):
     from thdattn.mamba import context_parallel
 
     shape = mixer._shape
@@ -118,7 +119,7 @@ def step(mixer, plan):
 def test_gpus_take_what_is_said(launches, ranks, keep, norm):
     mixer, plan = planned(Paper(ranks // 2, ranks, 8), CASE.batch, keep_activations=keep, norm=norm)
     memory = mixer.memory(CASE.batch)
-    step(mixer, plan)
+    step_on_paper(mixer, plan)
     elsewhere = "plan", "zxbcdt"
     assert nbytes(launches.made) == sum(size for name, size in memory.items() if name not in elsewhere)
 
