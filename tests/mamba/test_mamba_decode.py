@@ -14,6 +14,8 @@ from mixer_cases import (
     FLOAT16,
     FLOAT32,
     FLOAT64,
+    GPU_NORMS,
+    NORM_SIZES,
     NORMS,
     Case,
     random_inputs,
@@ -45,12 +47,6 @@ USUAL_TEXTS = replace(USUAL, name="usual texts")
 LONG = replace(USUAL, name="long", lengths=(1023, 1024, 1025, 2100), padded=(1024, 1024, 1030, 2100))
 ALL_SIZES = [Sizes(8, 64, 64, 1), USUAL.sizes, Sizes(8, 64, 256, 4), Sizes(8, 128, 64, 8), Sizes(8, 128, 128, 1),
              Sizes(8, 128, 256, 2), Sizes(24, 64, 128, 3)]
-NORM_SIZES = [
-    (Sizes(8, 64, 64, 8), Norm(True, 8)), (Sizes(16, 64, 128, 2), Norm(True, 2)),
-    (Sizes(8, 128, 64, 4), Norm(False, 4)), (Sizes(24, 64, 128, 8), Norm(True, 8)),
-    (Sizes(8, 128, 256, 8), Norm(False, 2)), (Sizes(40, 64, 64, 1), Norm(True)),
-]
-GPU_NORMS = [Norm(True, 8), Norm(False, 4), Norm(True, 1), Norm(False, 1)]
 BOTH_DTYPES = (BFLOAT16, FLOAT16)
 
 

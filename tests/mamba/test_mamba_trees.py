@@ -21,6 +21,7 @@ from mixer_cases import (
     check_gradients,
     random_inputs,
     run,
+    step,
     truth,
 )
 from tree_cases import LONG, MIXED, TREES, random_case, unrolled
@@ -148,36 +149,19 @@ OTHER_SIZES = [
 EACH = pytest.mark.parametrize("engine", ["cuda", "portable"], indirect=True)
 
 
-def check_on_gpu(engine, trees, dtype=BFLOAT16, cp_size=1, keep_activations=True, **options):
+@pytest.mark.gpu
+@EACH
+@pytest.mark.parametrize(("trees", "dtype", "cp_size", "options"), [
+    *((trees, BFLOAT16, cp_size, {}) for trees in (*TREES, LONG, *map(random_case, range(4))) for cp_size in (1, 3)),
+    *((MIXED, BFLOAT16, cp_size, options) for options in OTHER_SIZES for cp_size in (1, 2)),
+    *((trees, FLOAT16, cp_size, {}) for trees in (MIXED, LONG) for cp_size in (1, 4)),
+], ids=str)
+def test_trees_on_gpus_err_as_plain_maths_does(engine, trees, dtype, cp_size, options):
     case = mixer_case(trees, **{"sizes": GPU_SIZES, **options})
-    made = run(case, cp_size, dtype, xp=engine.xp, keep_activations=keep_activations)
+    made = run(case, cp_size, dtype, xp=engine.xp, keep_activations=dtype == BFLOAT16)
     verdict = judge(made["out"], truth(case, dtype).out, truth(case, dtype, dtype).out)
     assert made["out"].dtype == dtype and verdict.good, verdict
     check_gradients(case, dtype, made)
-
-
-@pytest.mark.gpu
-@EACH
-@pytest.mark.parametrize("trees", [*TREES, LONG, *map(random_case, range(4))], ids=str)
-@pytest.mark.parametrize("cp_size", [1, 3])
-def test_trees_on_gpus_err_as_plain_maths_does(engine, cp_size, trees):
-    check_on_gpu(engine, trees, cp_size=cp_size)
-
-
-@pytest.mark.gpu
-@EACH
-@pytest.mark.parametrize("options", OTHER_SIZES, ids=str)
-def test_other_sizes_and_norms_on_gpus(engine, options):
-    check_on_gpu(engine, MIXED, **options)
-    check_on_gpu(engine, MIXED, cp_size=2, **options)
-
-
-@pytest.mark.gpu
-@EACH
-@pytest.mark.parametrize("trees", [MIXED, LONG], ids=str)
-def test_float16_and_activations_that_are_not_kept_on_gpus(engine, trees):
-    check_on_gpu(engine, trees, FLOAT16, keep_activations=False)
-    check_on_gpu(engine, trees, FLOAT16, cp_size=4, keep_activations=False)
 
 
 @pytest.mark.gpu
@@ -190,16 +174,11 @@ def test_replays_on_gpus_give_the_bits_of_calls(engine):
     with stream:
         zxbcdt, dout = (cupy.asarray(x.view(np.uint16)) for x in inputs[::2])
         weights, plan = thdattn.Mamba2Weights(*map(cupy.asarray, inputs[1])), mixer.plan(case.batch)
-
-        def step():
-            out, saved = mixer.forward(zxbcdt.view(BFLOAT16), weights, plan)
-            gradient, dweights = mixer.backward(dout.view(BFLOAT16), saved)
-            return out, gradient, *dweights
-
-        step()
+        on_gpu = zxbcdt.view(BFLOAT16), weights, dout.view(BFLOAT16)
+        step(mixer, plan, on_gpu)
         stream.synchronize()
         stream.begin_capture()
-        captured = step()
+        captured, _ = step(mixer, plan, on_gpu)
         graph = stream.end_capture()
     for seed in (1, 2):
         changed = random_inputs(case, BFLOAT16, seed)
