@@ -43,6 +43,7 @@ def test_what_is_said_is_what_is_kept_and_shared(case, dtype, keep):
         assert memory["out"] == out.nbytes and memory["y"] == kept.y.nbytes and memory["states"] == kept.states.nbytes
         assert memory["dweights"] == nbytes(dweights)
         assert memory.get("rows in front", 0) == kept.halo.nbytes * (comm.size > 1)
+        assert keep or kept.act is None
         activations = nbytes(kept.act) if keep else case.mixer(comm, dtype).memory(case.batch)["activations"]
         assert (memory.saved if keep else memory.forward)["activations"] == activations > 0
         plans = [plan, trees._nodes(mixer._layer, plan).plan] if plan.has_trees else [plan]

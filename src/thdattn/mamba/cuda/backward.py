@@ -5,6 +5,7 @@ Arguments are those of thdattn.mamba.reference. Grids depend on numbers of rows 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -73,7 +74,7 @@ def _gradient_buffers(plan: Plan, shape: MixerShape) -> list[Buffer]:
     made = [Buffer("dx", (rows, shape.d_inner), shape.dtype),
             Buffer("dB and dC", (_splits(chunks, shape), rows, shape.channels - shape.d_inner), FLOAT32),
             Buffer("ddt", (shape.num_heads, chunks * CHUNK), FLOAT32),
-            Buffer("partial sums of weights", (chunks, _numbers(shape)), FLOAT32)]
+            Buffer("partial sums of weights", (chunks, _offsets(shape)[-1]), FLOAT32)]
     if shape.norm:
         made.append(Buffer("partial sums of norm_weight", (chunks, shape.d_inner), FLOAT32))
     return made
@@ -113,21 +114,15 @@ def _walk(shape: MixerShape) -> configs.Walk | configs.WalkSm90:
     return configs.walk_for(_tile(shape), shape.d_inner // shape.num_groups, launch.this_gpu().shared_bytes)
 
 
-def _usual(shape: MixerShape) -> tuple[Any, ...]:
-    """Return the shapes of the weights that every mixer has."""
-    return shape.weights[: len(Mamba2Weights._fields)]
-
-
-def _numbers(shape: MixerShape) -> int:
-    """Return the count of all weights but norm_weight."""
-    return sum(map(math.prod, _usual(shape)))
+def _offsets(shape: MixerShape) -> list[int]:
+    """Return where the partial sums of each weight but norm_weight begin in those of a chunk, and their number."""
+    return [0, *itertools.accumulate(map(math.prod, shape.weights[: len(Mamba2Weights._fields)]))]
 
 
 def _partials_of(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
     """Return the partial sums of a weight but norm_weight, and the distance between those of two chunks."""
-    before = Mamba2Weights._fields.index(weight)
-    begin = sum(map(math.prod, shape.weights[:before]))
-    return gradients.partials.ravel()[begin:], np.uint64(_numbers(shape))
+    offsets = _offsets(shape)
+    return gradients.partials.ravel()[offsets[Mamba2Weights._fields.index(weight)] :], np.uint64(offsets[-1])
 
 
 def mixer_gate_states(
@@ -230,12 +225,11 @@ def mixer_conv_bwd(inputs: Inputs, gradients: Gradients, dzxbcdt: Array) -> tupl
     conv, sums, of_norm = _conv_bwd(plan, shape)
     conv(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.dt_bias, dzxbcdt, plan.key_ranges, gradients.dx,
          gradients.dbc, gradients.ddt, np.int32(len(gradients.dbc)), gradients.partials, ends)
-    made = launch.empty((_numbers(shape),), np.float32)
+    offsets = _offsets(shape)
+    made = launch.empty((offsets[-1],), np.float32)
     sums(gradients.partials, weights.A_log, made)
-    parts, begin = [], 0
-    for of_one in _usual(shape):
-        parts.append(made[begin : begin + math.prod(of_one)].reshape(of_one))
-        begin += math.prod(of_one)
+    parts = [made[begin:end].reshape(of_one)
+             for begin, end, of_one in zip(offsets, offsets[1:], shape.weights, strict=False)]
     if shape.norm:
         parts.append(launch.empty((shape.d_inner,), np.float32))
         of_norm(gradients.of_norm, weights.A_log, parts[-1])
@@ -251,8 +245,8 @@ def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch, Launch]:
         compiler.kernel(*instance("thd_mixer_conv_bwd", shape.dtype.name, shape.conv_width)),
         grid_of_rows(columns + -(-shape.num_heads // configs.CONV_BACK_HEADS), chunks), 128,
         (np.int32(columns), size_of(plan, shape)))
-    a_log = sum(map(math.prod, shape.weights[:2]))
-    return conv, _sums(chunks, _numbers(shape), a_log, shape.num_heads), _sums(chunks, shape.d_inner)
+    _, _, a_log, *_, total = _offsets(shape)
+    return conv, _sums(chunks, total, a_log, shape.num_heads), _sums(chunks, shape.d_inner)
 
 
 def _sums(chunks: int, columns: int, a_log: int = 0, heads: int = 0) -> Launch:
