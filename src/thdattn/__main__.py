@@ -10,6 +10,7 @@ import thdattn
 from thdattn import fuzz
 from thdattn.cli import advise, pack_stats, timeline
 from thdattn.cli.info import info
+from thdattn.cli.options import add_engine
 from thdattn.fuzz.check import check
 
 
@@ -35,10 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command("info", "print versions, GPUs, transports, and what is missing",
             "Under mpiexec it also tells how these ranks exchange keys.")
-    checker = command("check", "compare this machine's engine with float64",
-                      "It runs every kind of pack, mask and method; under mpiexec on the real ranks.")
-    checker.add_argument("--engine", choices=("auto", "cuda", "reference"), default="auto",
-                         help="cuda, reference (NumPy), or auto: cuda where a GPU is usable (default: auto)")
+    add_engine(command("check", "compare this machine's engine with float64",
+                       "It runs every kind of pack, mask and method; under mpiexec on the real ranks."))
     fuzz.add_arguments(command("fuzz", "compare random packs with float64 for some time",
                                "Under mpiexec it runs on the real ranks. It prints a line per failure, for --case.",
                                "--seconds 600 --seed 1"))

@@ -1,4 +1,4 @@
-"""Options that several commands take: the lengths of documents, and the file of a picture."""
+"""Options that several commands take: the engine, the lengths of documents, and the file of a picture."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ Lengths = NDArray[np.int64]
 
 PICTURES = (".png", ".pdf", ".svg")
 INLINE = re.compile(r"(?:(\d{1,7})x)?(\d{1,9})")  # one part between commas: a length, or NxL
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add --engine."""
+    parser.add_argument("--engine", choices=("auto", "cuda", "reference"), default="auto",
+                        help="cuda, reference (NumPy), or auto: cuda where a GPU is usable (default: auto)")
 
 
 def add_documents(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -46,20 +52,16 @@ def document_lengths(arguments: argparse.Namespace) -> Lengths:
     """
     if arguments.data is not None:
         return _lengths_below(arguments.data)
-    parts = [INLINE.fullmatch(part.strip()) for part in arguments.lengths.split(",")]
-    if not all(parts) and os.path.isfile(arguments.lengths):
-        return _lengths_in(Path(arguments.lengths))
-    return _lengths_inline(arguments.lengths)
-
-
-def _lengths_inline(text: str) -> Lengths:
-    lengths: list[int] = []
+    text, lengths = arguments.lengths, list[int]()
     for part in text.split(","):
         found = INLINE.fullmatch(part.strip())
-        if not found:
+        if found:
+            lengths += int(found[1] or 1) * [int(found[2])]
+        elif os.path.isfile(text):
+            return _lengths_in(Path(text))
+        else:
             raise ValueError(f"--lengths has {shown(part)}, wanted lengths with commas between, NxL for N times L, or "
                              f"an existing file with one length per line; pass them as in 24576,8x1024")
-        lengths += int(found[1] or 1) * [int(found[2])]
     if not any(lengths):
         raise ValueError(f"--lengths is {shown(text)}, wanted at least one token; pass the tokens of every document")
     return np.array([length for length in lengths if length], np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 
 import thdattn
 from thdattn.arguments import as_count
-from thdattn.cli.options import add_documents, check_picture, document_lengths
+from thdattn.cli.options import add_documents, add_engine, check_picture, document_lengths
 from thdattn.comm import Comm
 from thdattn.engines.select import choose_engine
 from thdattn.methods.select import SHARDINGS
@@ -31,8 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=int, help="key and value heads (default: as --heads)")
     add("--head-dim", type=int, default=64, help="default: 64")
     add("--gpus-per-node", type=int, default=2, metavar="N", help="ranks of the inner level of a2a+... (default: 2)")
-    add("--engine", choices=("auto", "cuda", "reference"), default="auto",
-        help="cuda, reference (NumPy), or auto: cuda where a GPU is usable (default: auto)")
+    add_engine(parser)
     add("--ranks", type=int, default=4, help="simulated ranks, where no launcher started several (default: 4)")
     add("--output", type=Path, default=Path("timeline.svg"), metavar="FILE",
         help="the picture, .svg, .png or .pdf (default: timeline.svg)")

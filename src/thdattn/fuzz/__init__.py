@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
+from thdattn.cli.options import add_engine
 from thdattn.cli.record import save
 from thdattn.comm import init
 from thdattn.engines.select import choose_engine
 from thdattn.fuzz import chaos
 from thdattn.fuzz.cases import FuzzCase, draw_case, draw_configuration
 from thdattn.fuzz.judge import judge
-from thdattn.fuzz.runs import SECONDS_FOR_RANKS, Ranks, Results, poisoned, portable_kernels, run_on_all, to_host
+from thdattn.fuzz.runs import SECONDS_FOR_RANKS, Ranks, Results, poisoned, portable_kernels, run_on_all
 
 PACKS_OF_A_ROUND = 16
 ROUNDS_OF_A_CONFIGURATION = {"reference": 1, "cuda": 8}  # more on a GPU, whose kernels are compiled first
@@ -41,27 +41,20 @@ class Totals:
     worst: float = 0.0
     failures: list[str] = field(default_factory=list)
 
-    def add(self, case: FuzzCase, results: list[Results] | Exception) -> None:
-        """Judge a case by the results of all ranks or the error of one; print a failure as the line that repeats it."""
-        found = judge(case, results)
-        self.packs += 1
-        self.near += bool(found.near)
-        self.worst = max(self.worst, found.worst)
-        if found.wrong:
-            self.failures.append(case.words())
-            print(f'FAILED --case "{case.words()}": {"; ".join(found.wrong)}', flush=True)
-
-
-class Sums(NamedTuple):
-    """Totals of all ranks."""
-
-    packs: int = 0
-    near: int = 0
-    failed: int = 0
-    worst: float = 0.0
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(self.packs + other.packs, self.near + other.near, max(self.worst, other.worst),
+                      self.failures + other.failures)
 
     def __str__(self) -> str:
         return f"largest error {self.worst:.2f} of its budget, {self.near} near"
+
+    @classmethod
+    def of(cls, case: FuzzCase, results: list[Results] | Exception) -> Totals:
+        """Judge a case by the results of all ranks or the error of one; print a failure as the line that repeats it."""
+        found = judge(case, results)
+        if found.wrong:
+            print(f'FAILED --case "{case.words()}": {"; ".join(found.wrong)}', flush=True)
+        return cls(1, int(bool(found.near)), found.worst, [case.words()] * bool(found.wrong))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=60.0, help="how long to draw cases (default: 60)")
     add("--packs", type=int, help="number of cases at most")
     add("--seed", type=int, default=0, help="seed of the random cases (default: 0)")
-    add("--engine", choices=("auto", "cuda", "reference"), default="auto",
-        help="cuda, reference (NumPy), or auto: cuda where a GPU is usable (default: auto)")
+    add_engine(parser)
     add("--portable", action="store_true", help="run the portable kernels on a Hopper GPU too")
     add("--case", metavar="LINE", help="run the one case that a printed line describes")
     add("--chaos", action="store_true", help="run jobs in which one rank fails at a random point")
@@ -114,58 +106,42 @@ def _one_case(line: str, ranks: Ranks) -> int:
     except ValueError as error:
         print(f"python -m thdattn fuzz: error: {error}", file=sys.stderr)
         return 2
-    totals = Totals()
-    totals.add(case, run_on_all(case, ranks))
+    totals = Totals.of(case, run_on_all(case, ranks))
     if ranks.comm.rank == 0:
         print(f"largest error {totals.worst:.2f} of its budget: {'FAILED' if totals.failures else 'passed'}")
     return int(bool(totals.failures))
 
 
 def _soak(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    comm, begin, said, mine, sums = ranks.comm, time.monotonic(), 0.0, Totals(), Sums()
+    comm, begin, said, mine, totals = ranks.comm, time.monotonic(), 0.0, Totals(), Totals()
     for cases in rounds(arguments.seed, ranks.engine, comm.size if comm.size > 1 else None):
-        left = PACKS_OF_A_ROUND if arguments.packs is None else arguments.packs - sums.packs
+        left = PACKS_OF_A_ROUND if arguments.packs is None else arguments.packs - totals.packs
         kept = [(case, run_on_all(case, ranks)) for case in cases[:left]]
         for case, results in kept[comm.rank :: comm.size]:  # ranks judge side by side
-            mine.add(case, results)
-        seconds = time.monotonic() - begin
-        sums, over = _sums(mine, seconds >= arguments.seconds, ranks)
-        over |= arguments.packs is not None and sums.packs >= arguments.packs
-        if comm.rank == 0 and seconds - said >= SECONDS_BETWEEN_LINES and not over:
-            said = seconds
-            print(f"{sums.packs} packs in {seconds:.0f} s, {sums.packs / seconds:.1f} per second, {sums}, "
-                  f"{sums.failed} failed", flush=True)
-        if over:
+            mine += Totals.of(case, results)
+        everyone, times = zip(*comm._gather_values((mine, time.monotonic() - begin)), strict=True)
+        totals, seconds = sum(everyone, Totals()), times[0]
+        if seconds >= arguments.seconds or totals.packs == arguments.packs:
             break
-    return _ended(arguments, ranks, mine, sums, seconds)
+        if comm.rank == 0 and seconds - said >= SECONDS_BETWEEN_LINES:
+            said = seconds
+            print(f"{totals.packs} packs in {seconds:.0f} s, {totals.packs / seconds:.1f} per second, {totals}, "
+                  f"{len(totals.failures)} failed", flush=True)
+    return _ended(arguments, ranks, totals, seconds)
 
 
-def _sums(mine: Totals, over: bool, ranks: Ranks) -> tuple[Sums, bool]:
-    """Return the totals of all ranks, and whether rank 0 finds that the time is over; collective."""
-    comm, xp = ranks.comm, ranks.xp
-    counts = xp.asarray([mine.packs, mine.near, len(mine.failures), over and comm.rank == 0], np.int64)
-    worst = xp.asarray([mine.worst])
-    comm.all_reduce(counts, "sum")
-    comm.all_reduce(worst, "max")
-    packs, near, failed, ends = to_host(counts).tolist()
-    return Sums(packs, near, failed, float(to_host(worst)[0])), bool(ends)
-
-
-def _ended(arguments: argparse.Namespace, ranks: Ranks, mine: Totals, sums: Sums, seconds: float) -> int:
-    """Print and record the totals; return the exit status."""
-    comm = ranks.comm
-    lucky = sums.near <= 2 + MOST_NEAR * sums.packs
+def _ended(arguments: argparse.Namespace, ranks: Ranks, totals: Totals, seconds: float) -> int:
+    """Print and record the totals of all ranks; return the exit status."""
+    comm, failed, lucky = ranks.comm, len(totals.failures), totals.near <= 2 + MOST_NEAR * totals.packs
     who = f"{comm.size} of {comm.name}" if comm.size > 1 else "1 to 4 simulated"
     who += " with portable kernels" * arguments.portable
     if comm.rank == 0:
-        print(f"fuzz: {sums.packs} packs in {seconds:.0f} s, seed {arguments.seed}, engine {ranks.engine}, ranks {who}"
-              f", {sums}{'' if lucky else ', more than chance explains'}, {sums.failed} failed", flush=True)
-    if arguments.record is not None:
-        made = {"kind": "packs", "ranks": f"ranks: {who}", "packs": mine.packs, "near": mine.near,
-                "seconds": seconds / comm.size, "worst": mine.worst, "failures": mine.failures,
-                "seeds": [arguments.seed] * (comm.rank == 0)}
-        save(arguments.record, ranks.engine, made)
-    return int(sums.failed > 0 or not lucky)
+        print(f"fuzz: {totals.packs} packs in {seconds:.0f} s, seed {arguments.seed}, engine {ranks.engine}, ranks "
+              f"{who}, {totals}{'' if lucky else ', more than chance explains'}, {failed} failed", flush=True)
+    if comm.rank == 0 and arguments.record is not None:
+        made = {"kind": "packs", "ranks": f"ranks: {who}", "seconds": seconds, "seeds": [arguments.seed]}
+        save(arguments.record, ranks.engine, made | vars(totals))
+    return int(failed > 0 or not lucky)
 
 
 def rounds(seed: int, engine: str, ranks: int | None) -> Iterator[list[FuzzCase]]:

@@ -109,12 +109,8 @@ class Job:
 
     def running(self) -> list[int]:
         """Return the job's processes that exist, including stopped ones and those that ranks have started."""
-        mine, found = f"{TOKEN}={self.token}".encode(), []
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # another user's, or ended
-                if mine in environment.read_bytes().split(b"\0"):
-                    found.append(int(environment.parent.name))
-        return found
+        mine = f"{TOKEN}={self.token}".encode()
+        return processes(lambda folder: mine in (folder / "environ").read_bytes().split(b"\0"))
 
     def stacks(self) -> str:
         """Return the stacks of the ranks that still run, which say where a job hangs."""
@@ -137,6 +133,16 @@ class Job:
                 os.kill(number, signal.SIGKILL)
         if not self.ended():
             os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def processes(are_meant: Callable[[Path], bool]) -> list[int]:
+    """Return the processes of this user that are meant, by their folders in /proc."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # another user's, or ended
+            if are_meant(folder):
+                found.append(int(folder.name))
+    return found
 
 
 def chaos(arguments: argparse.Namespace) -> int:
@@ -326,17 +332,10 @@ def gpu_memory() -> list[int]:
 
 def gpus_are_shared() -> bool:
     """Return whether another process uses CUDA."""
-    for files in Path("/proc").glob("[0-9]*/fd"):
-        with suppress(OSError):  # another user's, or ended
-            if int(files.parent.name) != os.getpid() and any(map(_is_of_cuda, files.iterdir())):
-                return True
-    return False
+    def has_opened(folder: Path) -> bool:
+        return CUDA in map(os.path.realpath, (folder / "fd").iterdir())
 
-
-def _is_of_cuda(file: Path) -> bool:
-    with suppress(OSError):  # closed since
-        return os.readlink(file) == CUDA
-    return False
+    return processes(has_opened) not in ([], [os.getpid()])
 
 
 def shared_memory() -> set[str]:
@@ -347,8 +346,4 @@ def shared_memory() -> set[str]:
 
 def _is_mapped(name: str) -> bool:
     """Return whether a process has this shared memory mapped."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            if any(line.endswith(f" /dev/shm/{name}") for line in maps.read_text().splitlines()):
-                return True
-    return False
+    return bool(processes(lambda folder: f" /dev/shm/{name}\n" in (folder / "maps").read_text()))

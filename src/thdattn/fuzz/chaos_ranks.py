@@ -21,7 +21,7 @@ from thdattn.comm import Comm, init
 from thdattn.fuzz.cases import ON_GPUS, Configuration, FuzzCase, draw_case, draw_configuration
 from thdattn.fuzz.judge import judge
 from thdattn.fuzz.lines import Line
-from thdattn.fuzz.runs import Ranks, allocators, poisoned, replaced, run, to_host
+from thdattn.fuzz.runs import Ranks, allocators, poisoned, replaced, run
 
 LATE_SECONDS = 1.0
 SECONDS_TO_JUDGE = 240.0  # on a busy machine
@@ -133,24 +133,16 @@ def soak(chaos: Round, ranks: Ranks, fault: Fault, judges: Comm) -> None:
                 raise
             say(f"caught {error}")  # if not all ranks caught it, the next collective waits for the others
             failed = True
-        happened, unequal = _told(ranks, fault.happened, failed)
-        if unequal:
-            raise RuntimeError(f"{unequal} of {ranks.comm.size} ranks caught a MemoryError, wanted all or none")
+        happened, caught = zip(*ranks.comm._gather_values((fault.happened, failed)), strict=True)
+        if any(caught) and not all(caught):
+            raise RuntimeError(f"{sum(caught)} of {ranks.comm.size} ranks caught a MemoryError, wanted all or none")
         if not failed and number % ranks.comm.size == ranks.comm.rank:
             found = judge(case, results)
             say(f"FAILED --case {case.words()!r}: {'; '.join(found.wrong)}" if found.wrong else "finds a pack right")
         judges.barrier()
-        left = min(left - 1, PACKS_AFTERWARDS if happened and left > PACKS_AFTERWARDS else left)
+        left = min(left - 1, PACKS_AFTERWARDS if any(happened) and left > PACKS_AFTERWARDS else left)
         if left <= 0:
             return
-
-
-def _told(ranks: Ranks, happened: bool, failed: bool) -> tuple[bool, int]:
-    """Return whether a rank's fault has happened, and how many ranks caught an error if not all did; collective."""
-    counts = ranks.xp.asarray([happened, failed], np.int64)
-    ranks.comm.all_reduce(counts, "sum")
-    some, caught = to_host(counts).tolist()
-    return some > 0, 0 if caught in (0, ranks.comm.size) else caught
 
 
 def main(line: str, engine: str, timeout: str) -> None:
