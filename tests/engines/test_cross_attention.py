@@ -10,6 +10,7 @@ import pytest
 from cases import BFLOAT16, CASES, Case, check, run, to_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import ranges, visible
 from wrong_values import DeviceOffsets
 
 import thdattn
@@ -28,22 +29,7 @@ def attention(comm=SINGLE, **options):
 
 
 def visible_pairs(batch, key_batch, window):
-    """(total_rows, key_rows) bool: which pairs count, one pair of tokens at a time; the last of both are one place."""
-    visible = np.zeros((batch.total_rows, key_batch.total_rows), bool)
-    left, right = window
-    for b, (queries, keys) in enumerate(zip(batch.lengths.tolist(), key_batch.lengths.tolist(), strict=True)):
-        for i in range(queries):
-            for j in range(keys):
-                behind = (queries - 1 - i) - (keys - 1 - j)  # positions from the query to the key
-                counts = (left < 0 or behind >= -left) and (right < 0 or behind <= right)
-                visible[batch.cu_seqlens_padded[b] + i, key_batch.cu_seqlens_padded[b] + j] = counts
-    return visible
-
-
-def assert_ranges(ranges, visible):
-    columns = np.arange(visible.shape[1])
-    np.testing.assert_array_equal((columns >= ranges[:, :1]) & (columns < ranges[:, 1:]), visible)
-    assert not ranges[~visible.any(axis=1)].any(), "(0, 0) for none"
+    return visible(batch, range(batch.total_rows), range(key_batch.total_rows), window, key_batch)
 
 
 @settings(deadline=None, max_examples=300)
@@ -53,9 +39,8 @@ def test_ranges_are_the_visible_pairs(pairs, window, slack, sharding, tiles):
     case = Case("any", tuple(q for q, _ in pairs), keys=tuple(k for _, k in pairs), slack=slack)
     batch, key_batch = case.batch(1), case.key_batch()
     plan = host_arrays(thdattn.Sharding(batch, 1, sharding), 0, window, tiles, key_batch)
-    visible = visible_pairs(batch, key_batch, window)
-    assert_ranges(plan.key_ranges, visible)
-    assert_ranges(plan.query_ranges, visible.T)
+    seen = visible_pairs(batch, key_batch, window)
+    assert plan.key_ranges.tolist() == ranges(seen) and plan.query_ranges.tolist() == ranges(seen.T)
     assert plan.rows.tolist() == list(range(batch.total_rows)) and plan.valid.sum() == batch.total_tokens
     assert plan.rank_order.tolist() == list(range(key_batch.total_rows))
     assert np.sort(plan.query_tiles).tolist() == [list(range(-(-batch.total_rows // tiles[0])))] * 2
@@ -69,10 +54,10 @@ def test_visible_pairs_and_flops_are_counted(pairs, window, causal, slack):
     case = Case("any", tuple(q for q, _ in pairs), keys=tuple(k for _, k in pairs), slack=slack)
     attn = attention(causal=causal, window=window)
     plan = attn.plan(case.batch(1), key_batch=case.key_batch())
-    visible = visible_pairs(plan.batch, plan.key_batch, attn.window)
-    assert plan.has_masked_out_queries == (not visible.any(axis=1).all())
-    assert plan.has_unseen_keys == (not visible.any(axis=0).all())
-    counted = int(visible.sum())
+    seen = visible_pairs(plan.batch, plan.key_batch, attn.window)
+    assert plan.has_masked_out_queries == (not seen.any(axis=1).all())
+    assert plan.has_unseen_keys == (not seen.any(axis=0).all())
+    counted = int(seen.sum())
     assert plan.visible_pairs == counted and attn.flops(plan).forward == counted * 2 * 2 * (8 + 8)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import ranges, visible
 
 from thdattn import oracle
 from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs, reference
@@ -38,36 +39,18 @@ def batch_of(sequences, slack=SLACK):
     )
 
 
-def ranges_of(visible):
-    """[first, last + 1) of the True entries of every row; (0, 0) = none."""
-    ranges = np.zeros((len(visible), 2), np.int32)
-    for row, seen in enumerate(visible):
-        if seen.any():
-            ranges[row] = np.flatnonzero(seen)[[0, -1]] + [0, 1]
-    return ranges
-
-
 def brute_force_plan(batch, causal=True, window=(-1, -1), rows=None):
     """What a rank that owns these rows must know, from the visibility of every single pair."""
-    sequence = np.full(batch.total_rows, -1)
-    position = np.zeros(batch.total_rows, int)
-    for index, (first, length) in enumerate(zip(batch.cu_seqlens_padded, batch.lengths, strict=False)):
-        sequence[first : first + length] = index
-        position[first : first + length] = np.arange(length)
-    left, right = window
-    ahead = position[None, :] - position[:, None]
-    visible = (sequence[:, None] == sequence[None, :]) & (sequence >= 0)
-    visible &= (ahead >= -left) | (left < 0)
-    visible &= ahead <= 0 if causal else (ahead <= right) | (right < 0)
-    rows = np.arange(batch.total_rows) if rows is None else rows
-    visible = visible[rows] & (rows >= 0)[:, None]
+    keys = np.arange(batch.total_rows)
+    rows = keys if rows is None else rows
+    seen = visible(batch, rows, keys, (window[0], 0) if causal else window)
     return SimpleNamespace(
         rows=rows,
-        key_ranges=ranges_of(visible),
-        query_ranges=ranges_of(visible.T),
+        key_ranges=np.array(ranges(seen), np.int32).reshape(-1, 2),
+        query_ranges=np.array(ranges(seen.T), np.int32).reshape(-1, 2),
         local_rows=len(rows),
         key_rows=batch.total_rows,
-        visible_pairs=int(visible.sum()),
+        visible_pairs=int(seen.sum()),
         has_trees=False,
     )
 

@@ -18,16 +18,22 @@ def places(batch):
     return sequence, position
 
 
-def visible(batch, rows, keys, window):
-    """Whether each of some rows, as a query, sees each of others, as a key; -1 sees nothing."""
+def visible(batch, rows, keys, window, key_batch=None):
+    """Whether each of some rows, as a query, sees each of others, as a key; -1 sees nothing.
+
+    key_batch: of keys with lengths of their own; the last query and the last key of a sequence are at one position.
+    """
     sequence, position = (np.append(x, -1) for x in places(batch))
+    key_sequence, key_position = (np.append(x, -1) for x in places(key_batch or batch))
+    if key_batch is not None:
+        position = position + np.append(key_batch.lengths - batch.lengths, 0)[sequence]
     i, j = np.asarray(rows, int)[:, None], np.asarray(keys, int)[None, :]
-    seen = (sequence[i] >= 0) & (sequence[i] == sequence[j])
+    seen = (sequence[i] >= 0) & (sequence[i] == key_sequence[j])
     left, right = window
     if left >= 0:
-        seen &= position[j] >= position[i] - left
+        seen &= key_position[j] >= position[i] - left
     if right >= 0:
-        seen &= position[j] <= position[i] + right
+        seen &= key_position[j] <= position[i] + right
     return seen
 
 
