@@ -41,6 +41,7 @@ from thdattn.plan.plan import Plan
 from thdattn.plan.workspace import Buffer, pair_of
 
 OnFirstPart = Callable[[Array, Array], None]
+Arguments = Callable[[], tuple[Any, ...]]
 _NO_OWNERS = bytes(PARTIALS.itemsize), 0
 
 
@@ -157,7 +158,41 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
     return out
 
 
-class _Hopper:
+class _Launches:
+    """Launches of a backward: of delta, of dk and dv for every part of the tiles, and of dq alone or its rounding."""
+
+    _delta: Launch
+    _mains: list[list[Launch]]
+    _dq: Launch | None = None
+    _round_dq: Launch | None = None
+    _dq_accum: Array
+    _kv_dtype: np.dtype[Any]
+
+    def new_dk_dv(self, k: Array, v: Array) -> Sequence[Array]:
+        """Return arrays for dk and dv."""
+        return [launch.empty(x.shape, self._kv_dtype) for x in (k, v)]
+
+    def arguments(self, call: _Call) -> tuple[Arguments, Arguments]:
+        """Return functions that return a call's arguments of the kernels of dk and dv, and of dq alone."""
+        raise NotImplementedError
+
+    def __call__(self, call: _Call, on_first_part: OnFirstPart | None) -> None:
+        """Launch all kernels of a call, and call on_first_part after the first part of dk and dv."""
+        unit = lse_unit(call.softmax_scale, call.softcap)
+        self._delta.launch_as(call.key, lambda: (call.out, call.dout, call.lse, unit))
+        of_main, of_dq = self.arguments(call)
+        for number, launches in enumerate(self._mains):
+            for run in launches:
+                run.launch_as(call.key, of_main)
+            if number == 0 and on_first_part is not None:
+                on_first_part(*call.dk_dv)
+        if self._dq is not None:
+            self._dq.launch_as(call.key, of_dq)
+        if self._round_dq is not None:
+            self._round_dq.launch_as(call.key, lambda: (call.dq, self._dq_accum, np.float32(call.softmax_scale)))
+
+
+class _Hopper(_Launches):
     """Launches on Hopper. dq is accumulated in a layout of its own and rounded once."""
 
     def __init__(self, plan: Plan, spec: _Spec) -> None:
@@ -166,7 +201,7 @@ class _Hopper:
         accum, largest = (largest_accum(plan, groups, heads.group, options)
                           for groups in ((heads.num_kv_heads,), heads.groups))
         in_order = accum.deterministic and tiles.dq is None  # thread blocks add to dq in order
-        self._spec, self._accum, self._in_order = spec, accum, in_order
+        self._spec, self._kv_dtype, self._accum, self._in_order = spec, spec.kv_dtype, accum, in_order
 
         floats = plan.workspace.array(largest.buffer, accum.buffer.shape)
         self._dkv_accum, rest = floats[: accum.dkv_size], floats[accum.dkv_size :]
@@ -185,11 +220,10 @@ class _Hopper:
         self._partials, choices = partials_per_tile(plan), _packs_of(accum.splits, plan)
         self._mains = [[self._main(plan, orders, *choice) for choice in choices]
                        for orders in _parts(plan, spec.in_parts and not in_order)]
-        self._boxes = _boxes(tiles.tile_m, tiles.tile_n // tiles.blocks)
-        self._dq: Launch | None = None  # the launch of dq alone
-        self._round_dq: Launch | None = None
+        self._boxes = [_boxes(tiles.tile_m, tiles.tile_n // tiles.blocks)]
         if tiles.dq is not None and accum.deterministic:
-            self._dq, self._dq_boxes = _dq_alone(tiles.dq, spec, plan, stats), _boxes(tiles.dq.tile_m, tiles.dq.tile_n)
+            self._dq = _dq_alone(tiles.dq, spec, plan, stats)
+            self._boxes.append(_boxes(tiles.dq.tile_m, tiles.dq.tile_n))
         elif tiles.dq is not None:
             size = self._mains[0][0].fixed[-1]
             self._round_dq = Launch(
@@ -219,13 +253,10 @@ class _Hopper:
 
     def new_dk_dv(self, k: Array, v: Array) -> Sequence[Array]:
         """Return arrays for dk and dv: the accumulators, if float32 is wanted."""
-        if self._spec.kv_dtype == np.float32:
-            return _dk_dv(self._dkv_accum, k, v)
-        return [launch.empty(x.shape, self._spec.kv_dtype) for x in (k, v)]
+        return _dk_dv(self._dkv_accum, k, v) if self._kv_dtype == np.float32 else super().new_dk_dv(k, v)
 
-    def __call__(self, call: _Call, on_first_part: OnFirstPart | None) -> None:
+    def arguments(self, call: _Call) -> tuple[Arguments, Arguments]:
         q, k, v, dout, plan = call.q, call.k, call.v, call.dout, call.plan
-        self._delta.launch_as(call.key, lambda: _delta_arguments(call))
         num_rows, num_keys = len(q), len(k)
         if plan.has_masked_out_queries:
             if plan.leading_tokens is None:
@@ -234,19 +265,15 @@ class _Hopper:
             else:  # rows outside a map arrive as zeros
                 num_rows = max(1, plan.leading_tokens)
 
-        def inputs(boxes: Sequence[int]) -> Iterator[Any]:
+        def inputs(boxes: tuple[int, ...]) -> Iterator[Any]:
             return launch.tensor_maps((q, k, v, dout), (num_rows, num_keys, num_keys, num_rows), boxes)
 
-        def arguments() -> tuple[Any, ...]:
+        def of_main() -> tuple[Any, ...]:
             accum = _dk_dv(self._dkv_accum, k, v) if self._dkv_accum.size else call.dk_dv or (None, None)
             grads = np.array((*call.addresses((*accum, self._grad_semaphores)), call.owners), GRADIENTS)
-            return *inputs(self._boxes), call.dq, grads[()], call.logits
+            return *inputs(self._boxes[0]), call.dq, grads[()], call.logits
 
-        _in_turn(self._mains, call, arguments, on_first_part)
-        if self._dq is not None:
-            self._dq.launch_as(call.key, lambda: (*inputs(self._dq_boxes), call.dq, call.logits))
-        if self._round_dq is not None:
-            self._round_dq.launch_as(call.key, lambda: (call.dq, self._dq_accum, np.float32(call.softmax_scale)))
+        return of_main, lambda: (*inputs(self._boxes[1]), call.dq, call.logits)
 
 
 def _boxes(query_rows: int, key_rows: int) -> tuple[int, ...]:
@@ -302,7 +329,7 @@ def partials_per_tile(plan: Plan) -> Array:
     return plan.memoize("partials per tile", make)
 
 
-class _Portable:
+class _Portable(_Launches):
     """Launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
     def __init__(self, plan: Plan, spec: _Spec) -> None:
@@ -319,46 +346,27 @@ class _Portable:
             main, (orders.shape[1], heads.num_kv_heads), 32 * tiles.warps,
             (stats, self._dq_accum, key_ranges, plan.query_ranges, orders[1], *sizes))]
             for orders in _parts(plan, spec.in_parts)]
-        self._dq = None if not spec.deterministic else Launch(
-            compiler.kernel(*row.backward_dq.kernel(row.dims, dtype, dq_dtype, spec.caps, plan.has_trees)),
-            (-(-plan.local_rows // row.backward_dq.tile_m), heads.num_heads), 32 * row.backward_dq.warps,
-            (stats, plan.key_ranges, plan.query_ranges, *sizes, *trees_of(plan)))
+        if spec.deterministic:
+            alone = row.backward_dq
+            self._dq = Launch(
+                compiler.kernel(*alone.kernel(row.dims, dtype, dq_dtype, spec.caps, plan.has_trees)),
+                (-(-plan.local_rows // alone.tile_m), heads.num_heads), 32 * alone.warps,
+                (stats, plan.key_ranges, plan.query_ranges, *sizes, *trees_of(plan)))
+            return
         columns = heads.num_heads * heads.head_dim
         threads = -(-plan.local_rows // 16) * columns
         self._round_dq = Launch(compiler.kernel(*instance("thd_attn_round_dq", dq_dtype)), (-(-threads // 256),), 256,
                                 (np.int32(plan.local_rows), np.int32(columns)))
 
-    def new_dk_dv(self, k: Array, v: Array) -> Sequence[Array]:
-        """Return arrays for dk and dv."""
-        return [launch.empty(x.shape, self._kv_dtype) for x in (k, v)]
-
-    def __call__(self, call: _Call, on_first_part: OnFirstPart | None) -> None:
+    def arguments(self, call: _Call) -> tuple[Arguments, Arguments]:
         inputs = call.q, call.k, call.v, call.dout
-        self._delta.launch_as(call.key, lambda: _delta_arguments(call))
-
-        def arguments() -> tuple[Any, ...]:
-            return *inputs, *map(np.uint64, call.addresses()), call.owners, call.logits
-
-        _in_turn(self._mains, call, arguments, on_first_part)
-        if self._dq is None:
-            self._round_dq.launch_as(call.key, lambda: (call.dq, self._dq_accum, np.float32(call.softmax_scale)))
-        else:
-            self._dq.launch_as(call.key, lambda: (*inputs, call.dq, call.logits))
+        return (lambda: (*inputs, *map(np.uint64, call.addresses()), call.owners, call.logits),
+                lambda: (*inputs, call.dq, call.logits))
 
 
 def _parts(plan: Plan, in_parts: bool) -> list[Array]:
     """Return the orders of all key tiles; in parts, those of plan.first_tiles, then of other tiles."""
     return parts_of(plan, 1) if in_parts else [plan.arrays.key_tiles]
-
-
-def _in_turn(mains: Sequence[Sequence[Launch]], call: _Call, arguments: Callable[[], tuple[Any, ...]],
-             on_first_part: OnFirstPart | None) -> None:
-    """Launch the kernels that compute dk and dv, and call on_first_part after the first part of them."""
-    for number, launches in enumerate(mains):
-        for run in launches:
-            run.launch_as(call.key, arguments)
-        if number == 0 and on_first_part is not None:
-            on_first_part(*call.dk_dv)
 
 
 def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, Any]]:
@@ -382,10 +390,6 @@ def _delta(plan: Plan, heads: Heads, cleared: Array) -> tuple[Array, Launch]:
         compiler.kernel(*instance("thd_attn_delta", heads.dtype.name, heads.v_head_dim)), (blocks,), 256,
         (plan.key_ranges, stats, cleared, np.uint64(-(-cleared.size // 4)),
          *map(np.int32, (num_rows, stats_rows, heads.num_heads, heads.row_heads))))
-
-
-def _delta_arguments(call: _Call) -> tuple[Any, ...]:
-    return call.out, call.dout, call.lse, lse_unit(call.softmax_scale, call.softcap)
 
 
 def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
