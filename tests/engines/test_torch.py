@@ -10,13 +10,7 @@ import weakref
 import numpy as np
 import pytest
 from cases import BFLOAT16, offsets
-from ways import Way
-
-import thdattn
-from thdattn import oracle, varlen
-
-torch = pytest.importorskip("torch")
-from torch_cases import (  # noqa: E402 - not before torch is known to be there
+from torch_cases import (
     FIELDS,
     HEAD_DIM,
     HEADS,
@@ -29,15 +23,14 @@ from torch_cases import (  # noqa: E402 - not before torch is known to be there
     cp_attention,
     one_layer,
     random_documents,
+    spied,
+    torch,
 )
+from ways import Way
 
-from thdattn.torch import (  # noqa: E402
-    ContextParallelAttention,
-    as_tensor,
-    attention,
-    on_torch_stream,
-    varlen_attention,
-)
+import thdattn
+from thdattn import oracle, varlen
+from thdattn.torch import ContextParallelAttention, as_tensor, attention, on_torch_stream, varlen_attention
 
 WAYS = [Way("all_gather", "balanced", 2), Way("a2a", "contiguous", 2), Way("p2p", "dual_chunk", 2),
         Way("a2a+all_gather", "balanced", 4, 2)]
@@ -76,19 +69,6 @@ def test_a_module_passes_the_method_on(way):
     assert found == ["contiguous" if way.cp_comm_type == "a2a" else "dual_chunk"] * way.cp_size
 
 
-def spied(monkeypatch, name):
-    """The (arguments, result) of every call of a method of CPAttention."""
-    calls, right = [], getattr(thdattn.CPAttention, name)
-
-    def spy(self, *args, **options):
-        result = right(self, *args, **options)
-        calls.append((args, result))
-        return result
-
-    monkeypatch.setattr(thdattn.CPAttention, name, spy)
-    return calls
-
-
 def address(array):
     return array.__array_interface__["data"][0]
 
@@ -108,17 +88,23 @@ def test_nothing_is_copied_on_the_way_in_or_out(monkeypatch, dtype):
     assert dout_seen.data_ptr() == dout.data_ptr()
 
 
-def test_bfloat16_on_the_host_is_what_numpy_gets():
-    documents = [np.concatenate(x).astype(BFLOAT16) for x in random_documents(BFLOAT16)]
-    attn = cp_attention(thdattn.comm.init("single"), torch.bfloat16)
-    plan = attn.plan(thdattn.PackedBatch.from_lengths(LENGTHS), "contiguous")
-    right, saved = attn.forward(*documents[:3], plan)
-    leaves = [as_tensor(x).requires_grad_() for x in documents[:3]]
-    out = attention(*leaves, attn, plan)
-    gradients = torch.autograd.grad(out, leaves, as_tensor(documents[3]))
-    for found, wanted in zip((out.detach(), *gradients), (right, *attn.backward(documents[3], saved)), strict=True):
-        assert found.dtype == torch.bfloat16
-        np.testing.assert_array_equal(found.view(torch.int16).numpy(), wanted.view(np.int16))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_results_in_bfloat16_are_bitwise_those_of_cpattention(device, request):
+    if device != "cpu":
+        request.getfixturevalue("torch_cuda")
+    q, k, v, dout = (
+        torch.from_numpy(np.concatenate(x)).to(device, torch.bfloat16) for x in random_documents(BFLOAT16))
+    attn = cp_attention(thdattn.comm.init("single"), torch.bfloat16, device, deterministic=True)
+    with on_torch_stream(q.device):
+        plan = attn.plan(thdattn.PackedBatch.from_lengths(LENGTHS), "contiguous")
+        right, saved = attn.forward(q, k, v, plan)
+        wanted = [as_tensor(x) for x in (right, *attn.backward(dout, saved))]
+    leaves, ends = [x.requires_grad_() for x in (q, k, v)], torch.from_numpy(offsets(LENGTHS))
+    for out in (attention(*leaves, attn, plan),
+                varlen_attention(*leaves, ends, ends, causal=True, deterministic=True)):
+        found = out.detach(), *torch.autograd.grad(out, leaves, dout)
+        for field, x, y in zip(FIELDS, found, wanted, strict=True):
+            assert x.dtype == torch.bfloat16 and torch.equal(x.view(torch.int16), y.view(torch.int16)), field
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
@@ -336,19 +322,9 @@ def test_on_a_gpu_errors_are_within_budget(torch_cuda, poisoned_gpu, causal, win
 @pytest.mark.gpu
 def test_both_directions_run_on_torchs_stream(torch_cuda, cupy, monkeypatch):
     """On a stream of torch's own, and in autograd's own thread for the backward."""
-    seen = {}
-
-    def spied(name):
-        call = getattr(thdattn.CPAttention, name)
-
-        def spy(*args, **options):
-            seen[name] = cupy.cuda.get_current_stream().ptr, threading.get_ident()
-            return call(*args, **options)
-
-        monkeypatch.setattr(thdattn.CPAttention, name, spy)
-
-    spied("forward")
-    spied("backward")
+    forward, backward = (
+        spied(monkeypatch, name, lambda: (cupy.cuda.get_current_stream().ptr, threading.get_ident()))
+        for name in ("forward", "backward"))
     before = cupy.cuda.get_current_stream().ptr
     stream = torch.cuda.Stream()
     attn = cp_attention(thdattn.comm.init("single"), torch.bfloat16, torch_cuda)
@@ -362,8 +338,8 @@ def test_both_directions_run_on_torchs_stream(torch_cuda, cupy, monkeypatch):
         found = dict(zip(FIELDS, (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
     stream.synchronize()
     assert stream.cuda_stream != before == cupy.cuda.get_current_stream().ptr
-    assert {pointer for pointer, _ in seen.values()} == {stream.cuda_stream}
-    assert seen["forward"][1] == threading.get_ident() != seen["backward"][1]
+    assert {pointer for pointer, _ in (*forward, *backward)} == {stream.cuda_stream}
+    assert forward[0][1] == threading.get_ident() != backward[0][1]
     # Not an accuracy test: results of a race would be anything.
     for field, right in by_torch(documents, torch.float64, True, (-1, -1)).items():
         difference = np.abs(found[field].double().cpu().numpy() - right).max()
@@ -511,24 +487,6 @@ def test_on_a_gpu_varlen_attention_is_within_budget(torch_cuda, poisoned_gpu, dt
     for field, x in found.items():
         verdict = truth.judge(field, x.astype(kept))
         assert verdict.good, f"{field}: {verdict}"
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_results_are_bitwise_those_of_cpattention(torch_cuda, cupy):
-    q, k, v, dout = (
-        torch.from_numpy(np.concatenate(x)).to(torch_cuda, torch.bfloat16) for x in random_documents(BFLOAT16))
-    attn = cp_attention(thdattn.comm.init("single"), torch.bfloat16, torch_cuda, deterministic=True)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    with on_torch_stream(q.device):
-        plan = attn.plan(thdattn.PackedBatch.from_lengths(LENGTHS), "contiguous")
-        right, saved = attn.forward(*(x.detach() for x in leaves), plan)
-        wanted = right, *attn.backward(dout, saved)
-    cu_seqlens = torch.from_numpy(offsets(LENGTHS))
-    for out in (attention(*leaves, attn, plan),
-                varlen_attention(*leaves, cu_seqlens, cu_seqlens, causal=True, deterministic=True)):
-        found = out.detach(), *torch.autograd.grad(out, leaves, dout)
-        for field, x, y in zip(FIELDS, found, wanted, strict=True):
-            assert torch.equal(x.view(torch.int16), as_tensor(y).view(torch.int16)), field
 
 
 @pytest.mark.gpu

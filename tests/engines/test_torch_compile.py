@@ -10,21 +10,10 @@ import weakref
 import numpy as np
 import pytest
 from cases import BFLOAT16, offsets
+from torch_cases import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, cp_attention, one_layer, random_documents, spied, torch
 
 import thdattn
-
-torch = pytest.importorskip("torch")
-from torch_cases import (  # noqa: E402 - not before torch is known to be there
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    LENGTHS,
-    cp_attention,
-    one_layer,
-    random_documents,
-)
-
-from thdattn.torch import ContextParallelAttention, attention, on_torch_stream, varlen_attention  # noqa: E402
+from thdattn.torch import ContextParallelAttention, attention, on_torch_stream, varlen_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 OPERATORS = {"thdattn.attention.default", "thdattn.attention_backward.default"}
@@ -206,7 +195,6 @@ def test_a_graph_without_gradients_keeps_nothing():
 @pytest.mark.parametrize("inside", [True, False])
 def test_checkpointed_layers_compute_again(inside, monkeypatch):
     attn, plan, *leaves = one_layer()
-    forwards, right = [], thdattn.CPAttention.forward
 
     def layer(q, k, v, plan):
         return attention(q.sin(), k, v, attn, plan).sin()
@@ -216,7 +204,7 @@ def test_checkpointed_layers_compute_again(inside, monkeypatch):
 
     part = layer if inside else compiled(layer)
     wanted = gradients(layer, leaves, plan)
-    monkeypatch.setattr(thdattn.CPAttention, "forward", lambda *x, **y: forwards.append(x) or right(*x, **y))
+    forwards = spied(monkeypatch, "forward")
     assert same(gradients(compiled(again) if inside else again, leaves, plan), wanted)
     assert len(forwards) == 2
 
@@ -307,19 +295,8 @@ def test_what_is_seen_while_tracing_is_named():
 @pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {}, {"mode": "reduce-overhead"}], ids=str)
 def test_on_a_gpu_plans_follow_each_other_in_one_graph(torch_cuda, cupy, poisoned_gpu, monkeypatch, how):
     """Bitwise the results without a graph, on a stream of torch's own; no plan's launches are replayed for another."""
-    streams = set()
-
-    def spied(name):
-        right = getattr(thdattn.CPAttention, name)
-
-        def spy(*args, **options):
-            streams.add(cupy.cuda.get_current_stream().ptr)
-            return right(*args, **options)
-
-        monkeypatch.setattr(thdattn.CPAttention, name, spy)
-
-    spied("forward")
-    spied("backward")
+    forward, backward = (spied(monkeypatch, name, lambda: cupy.cuda.get_current_stream().ptr)
+                         for name in ("forward", "backward"))
     attn = cp_attention(thdattn.comm.init("single"), torch.bfloat16, torch_cuda, deterministic=True)
 
     def layer(q, k, v, plan, ends):
@@ -338,7 +315,7 @@ def test_on_a_gpu_plans_follow_each_other_in_one_graph(torch_cuda, cupy, poisone
                 wanted = gradients(layer, leaves, plan, ends)
                 assert same(gradients(whole, leaves, plan, ends), wanted), lengths
         stream.synchronize()
-    assert streams == {stream.cuda_stream}
+    assert {*forward, *backward} == {stream.cuda_stream}
 
 
 @pytest.mark.gpu

@@ -1,4 +1,7 @@
-"""Documents for tests of thdattn.torch, their attention by torch itself, and by ranks of thdattn."""
+"""Documents for tests of thdattn.torch, their attention by torch itself, and by ranks of thdattn.
+
+A file of tests that imports this one is skipped where torch is missing.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +84,19 @@ def cp_attention(comm, dtype, device="cpu", **options):
     engine = "reference" if device == "cpu" else "cuda"
     name = str(dtype).removeprefix("torch.")
     return thdattn.CPAttention(comm, HEADS, HEAD_DIM, KV_HEADS, dtype=name, engine=engine, **options)
+
+
+def spied(monkeypatch, name, seen=None):
+    """Return a list that gets (arguments, result) of every call of a method of CPAttention, or the result of `seen`."""
+    calls, right = [], getattr(thdattn.CPAttention, name)
+
+    def spy(self, *args, **options):
+        result = right(self, *args, **options)
+        calls.append(seen() if seen else (args, result))
+        return result
+
+    monkeypatch.setattr(thdattn.CPAttention, name, spy)
+    return calls
 
 
 def one_layer(dtype=torch.float64, rows=8):
