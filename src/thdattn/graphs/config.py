@@ -245,21 +245,19 @@ def _normalized(
 def _migrated(
     given: dict[str, Any], names: dict[str, str], no_inference: str = ""
 ) -> tuple[dict[str, Any], Notices]:
-    """Return the fields, and the warnings to give; options that are refused afterwards give none."""
+    """Return the checked fields as a configuration keeps them, and the warnings to give."""
     notices: Notices = []
     fields: dict[str, Any] = {"impl": "none", "inference_scope": None}
-    fields |= {name: check(names[name], given[name]) for name, check in CHECKS.items()
-               if name in given and name != "modules"}  # _migrated_modules handles their former values
+    fields |= {name: check(names[name], given[name]) for name, check in CHECKS.items() if name in given}
     fields["impl"] = _migrated_flags(fields["impl"], given, names, notices)
     fields |= _migrated_modules(fields, given, names, notices)
     if no_inference and fields["inference_scope"] not in (None, "none"):
         by = next(name for name in ("inference_scope", "cuda_graph_scope", "modules") if given.get(name))
         raise ValueError(f"{names[by]} is {_plain(given[by])!r}, wanted no graph for inference, as {no_inference}; "
                          f"leave it out")
-    checked = _validated(fields, names)
-    if checked["impl"] != fields["impl"]:
+    if fields["impl"] == "transformer_engine":
         notices.append((UserWarning, _runs_as_local(names["impl"])))
-    return checked, notices
+    return _consistent(fields, names), notices
 
 
 def _migrated_flags(impl: str, given: dict[str, Any], names: dict[str, str], notices: Notices) -> str:
@@ -303,7 +301,7 @@ def _migrated_modules(
             raise ValueError(f"{what} cannot be combined with {names[field]}={fields[field]!r}, wanted one of the two; "
                              f"leave one out")
     notices.append(_deprecated(what, migration.now(names)))
-    return {"modules": modules, **migration.meaning}
+    return {**migration.meaning, "modules": modules}
 
 
 def _deprecated(former: str, now: str) -> tuple[type[Warning], str]:
@@ -317,18 +315,18 @@ def _runs_as_local(impl: str) -> str:
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _validated(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return the fields as a configuration keeps them, or raise TypeError or ValueError."""
-    kept = {name: CHECKS[name](names[name], value) for name, value in fields.items()}
-    impl = "transformer_engine" if isinstance(kept["impl"], _AsLocal) else kept["impl"]
-    if impl == "full_iteration" and kept["modules"]:
-        raise ValueError(f"{names['modules']} is {kept['modules']} with {names['impl']}='full_iteration', wanted none, "
-                         f"as one graph holds the whole iteration; leave them out, or use {names['impl']}='local'")
-    scope = SCOPES[impl][0] if kept["inference_scope"] is None else kept["inference_scope"]
+def _consistent(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return checked fields as a configuration keeps them; raise a ValueError where they exclude each other."""
+    impl = "transformer_engine" if isinstance(fields["impl"], _AsLocal) else fields["impl"]
+    if impl == "full_iteration" and fields["modules"]:
+        raise ValueError(f"{names['modules']} is {fields['modules']} with {names['impl']}='full_iteration', wanted "
+                         f"none, as one graph holds the whole iteration; leave them out, or use "
+                         f"{names['impl']}='local'")
+    scope = SCOPES[impl][0] if fields["inference_scope"] is None else fields["inference_scope"]
     if scope not in SCOPES[impl]:
         raise ValueError(f"{names['inference_scope']} is {scope!r} with {names['impl']}={impl!r}, wanted "
                          f"{' or '.join(map(repr, SCOPES[impl]))}; change one of the two, or leave the first out")
-    return {**kept, "impl": _AsLocal("local") if impl == "transformer_engine" else impl, "inference_scope": scope}
+    return {**fields, "impl": _AsLocal("local") if impl == "transformer_engine" else impl, "inference_scope": scope}
 
 
 def _modules(called: str, value: Any) -> tuple[str, ...]:
@@ -366,9 +364,8 @@ def _count_or_none(name: str, value: Any) -> int | None:
     return None if value is None else as_count(name, value)
 
 
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
+CHECKS: dict[str, Callable[[str, Any], Any]] = {  # of all fields but the modules, which have former values
     "impl": lambda name, value: as_choice(name, _plain(value), SCOPES),
-    "modules": _modules,
     "inference_scope": lambda name, value: (
         None if value is None else as_choice(name, _plain(value), ("none", "layer", "block"))
     ),
