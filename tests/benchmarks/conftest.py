@@ -1,14 +1,10 @@
-"""Puts the programs of benchmarks, which are no package, where tests find them, and runs them without a GPU."""
+"""Fixture that runs the programs of benchmarks without a GPU."""
 
-import sys
 from functools import partial
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
 def stepped(steps, calls):

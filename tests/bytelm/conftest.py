@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORDS = ["return", "the", "sum", "of", "all", "rows", "and", "keep", "what", "a", "rank", "sends", "next"]
-sys.path[:0] = [str(EXAMPLES / "bytelm"), str(EXAMPLES)]
 
 
 @pytest.fixture(scope="session")

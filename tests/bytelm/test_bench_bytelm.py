@@ -6,16 +6,13 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-from launch import SOURCE
-
-sys.path.append(str(SOURCE.parent / "benchmarks"))
-
 import bench_bytelm
 import data
+import numpy as np
+import pytest
 import record
 from grid import Grid
+from launch import SOURCE
 from sizes import SIZES
 from trainer import Trainer
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
-import pytest
-from launch import SOURCE
-
-sys.path.append(str(SOURCE.parent / "benchmarks"))
-
 import bench_decode
+import pytest
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-hybrid"])

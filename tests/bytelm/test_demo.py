@@ -7,12 +7,9 @@ import re
 import subprocess
 import sys
 
+import demo
 import pytest
 from launch import SOURCE
-
-sys.path.append(str(SOURCE.parent / "tools"))
-
-import demo
 
 ROOT = SOURCE.parent
 FEW = ("--steps", "5", "--tokens", "96", "--longest", "64", "--val-bytes", "200")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.extend(str(Path(__file__).resolve().parents[2] / folder)
-                for folder in ("tests/kit", "tests/bytelm", "examples", "examples/bytelm"))
+                for folder in ("tests/bytelm", "examples/bytelm"))
 
 import runs
 from runs import way_id, ways_of

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 
+import command_line
+import packed_documents
 import pytest
 from launch import SOURCE, run, run_ranks
 
 import thdattn
-
-sys.path.append(str(SOURCE.parent / "examples"))
-
-import command_line
-import packed_documents
 
 EXAMPLE = SOURCE.parent / "examples" / "packed_documents.py"
 SMALL = ("--tokens", "1500", "--repeats", "1")

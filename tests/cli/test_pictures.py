@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
-from launch import SOURCE
 from tree_cases import sees
 
 import thdattn
 from thdattn.costs.model import Shape, Way, cost
 
 pytest.importorskip("matplotlib")
-sys.path.append(str(SOURCE.parent / "docs" / "pictures"))
-
 import context_parallel
 import trees
 

@@ -13,7 +13,6 @@ from test_training_loops import printed
 import thdattn
 
 torch = pytest.importorskip("torch")
-sys.path.append(str(SOURCE.parent / "examples"))
 functional = torch.nn.functional
 example = importlib.import_module("torch_training")  # not before torch is known to be there
 

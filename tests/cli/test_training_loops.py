@@ -8,18 +8,15 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import graph_loop
 import numpy as np
 import pytest
-from launch import SOURCE, need_gpus, run, run_ranks
+import training_loop
+from launch import need_gpus, run, run_ranks
 
 import thdattn
 from thdattn import oracle
 from thdattn.graphs import Captured, CudaGraphConfig, Graphs
-
-sys.path.append(str(SOURCE.parent / "examples"))
-
-import graph_loop
-import training_loop
 
 LOOPS = [training_loop, graph_loop]
 both = pytest.mark.parametrize("example", LOOPS, ids=lambda loop: loop.__name__)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from launch import SOURCE, run
+import tree_rollouts
+from launch import run
 
 import thdattn
-
-sys.path.append(str(SOURCE.parent / "examples"))
-
-import tree_rollouts
 
 
 def loss_of(rollouts, advantages, prompts, tokens, weights):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -13,6 +12,8 @@ import numpy as np
 import pytest
 from launch import SOURCE
 from nvrtc import compiler
+from spills import SHARED_BYTES as ARCHITECTURES
+from spills import kernels_of
 
 from thdattn.jit import structs
 from thdattn.kernels.configs import RESERVED_BYTES, STATIC_BYTES, TILES
@@ -43,11 +44,6 @@ from thdattn.mamba.configs import (
     thd_mixer_fill,
     walk_for,
 )
-
-sys.path.append(str(SOURCE.parent / "tools"))
-
-from spills import SHARED_BYTES as ARCHITECTURES
-from spills import kernels_of
 
 
 def others_exhaustive(names, values, usual, ids=str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +10,8 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from launch import SOURCE
+
+import sanitize
 
 import thdattn
 from thdattn.fuzz.cases import FuzzCase
@@ -19,10 +19,6 @@ from thdattn.fuzz.judge import judge
 from thdattn.fuzz.runs import Ranks, run
 from thdattn.jit import compiler
 from thdattn.kernels.configs import TILES
-
-sys.path.append(str(SOURCE.parent / "tools"))
-
-import sanitize
 
 RACES = """
 ========= COMPUTE-SANITIZER

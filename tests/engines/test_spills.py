@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
-from launch import SOURCE
+import spills
 from nvrtc import compiler
 
 from thdattn.kernels import configs
-
-sys.path.append(str(SOURCE.parent / "tools"))
-
-import spills
 
 
 @pytest.fixture(autouse=True)

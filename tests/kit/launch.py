@@ -80,8 +80,8 @@ def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
-    """Start a launcher in a session of its own."""
-    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+    """Start a launcher in a session of its own; programs find thdattn and the test kit."""
+    path = os.pathsep.join(filter(None, [str(SOURCE), str(RANKS.parent), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": path},

@@ -7,12 +7,10 @@ import importlib
 import importlib.util
 import inspect
 import re
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from launch import SOURCE
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 MODULES = ["thdattn", "thdattn.comm", "thdattn.costs", "thdattn.graphs", "thdattn.oracle",
@@ -88,7 +86,6 @@ def test_every_public_name_is_explained(name):
 def pages(tmp_path_factory):
     """Make the reference with the program that `make docs` runs, and return its folder."""
     pytest.importorskip("pdoc")
-    sys.path.append(str(SOURCE.parent / "tools"))
     import docs
 
     folder = tmp_path_factory.mktemp("docs")

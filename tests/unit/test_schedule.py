@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
-from launch import SOURCE
+import scale
 
 from thdattn.packing import schedule
-
-sys.path.append(str(SOURCE.parent / "benchmarks"))
-
-import scale
 
 
 def test_worked_by_hand():

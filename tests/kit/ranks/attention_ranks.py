@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import machines
 import numpy as np
+from cases import BFLOAT16, CASES, FIELDS, Case, assemble, check, inputs_of, on_host, step, to_host
+from ranks.comm_contract import arrays_of, join
+from ways import Way, ways
 
 import thdattn
 from thdattn.comm.nccl import transport as nccl_transport
 from thdattn.comm.peer import transport as peer
 from thdattn.methods import group_cast
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import machines
-from cases import BFLOAT16, CASES, FIELDS, Case, assemble, check, inputs_of, on_host, step, to_host
-from ranks.comm_contract import arrays_of, join
-from ways import Way, ways
 
 NAMES = ("worked-example", "edge-lengths", "all-empty", "no-sequences-slack", "gqa-12-2", "causal", "window-two-sided",
          "window-causal-contiguous", "capacity-contiguous", "fewer-tokens-than-ranks", "ranks-of-padding")

@@ -10,17 +10,13 @@ import importlib
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-
-import thdattn.comm
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ranks.comm_exchange import check_exchange, check_swap, raises
 
+import thdattn.comm
 from thdattn.fuzz.runs import to_host
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

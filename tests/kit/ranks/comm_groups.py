@@ -6,16 +6,13 @@ mpiexec -n 4 python -m mpi4py comm_groups.py mpi 4
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ranks.comm_contract import arrays_of, check_contract, join, raises, to_host
 
 import thdattn.comm
 from thdattn.comm import mpi
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ranks.comm_contract import arrays_of, check_contract, join, raises, to_host
 
 
 def check_groups(comm: thdattn.comm.Comm, xp: Any) -> None:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 
 import cupy
+import delays
+import machines
 
 import thdattn
 from thdattn.comm.nccl import transport as nccl_transport
 from thdattn.methods import select
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import delays
-import machines
 
 
 def main(transport: str, size: str) -> None:

@@ -17,15 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import machines
 import numpy as np
 
 import thdattn
 from thdattn.comm import mpi
 from thdattn.comm.nccl import communicator
 from thdattn.comm.nccl import transport as nccl_transport
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import machines
 
 RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])  # before MPI knows it
 if "FAULT_HOSTS" in os.environ:  # each rank plays a machine

@@ -10,10 +10,11 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cases import BFLOAT16, local_rows, to_host
+from tree_cases import draw_trees
 
 import thdattn
 from thdattn import PackedBatch, Sharding
@@ -23,10 +24,6 @@ from thdattn.comm.peer import transport
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 from thdattn.methods import group_cast
 from thdattn.plan.ranges import host_arrays
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from cases import BFLOAT16, local_rows, to_host
-from tree_cases import draw_trees
 
 ROWS, MAX_SEQS, MAX_NODES = 1024, 24, 30
 ROOM = {"max_packed_seqs": MAX_SEQS}

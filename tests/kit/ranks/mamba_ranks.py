@@ -7,13 +7,8 @@ mpiexec -n 2 python -m mpi4py mamba_ranks.py gpu-cases 2 peer
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import numpy as np
-
-import thdattn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mixer_cases import (
     BFLOAT16,
     CASES,
@@ -32,6 +27,7 @@ from mixer_cases import (
 from ranks.comm_contract import join
 from tree_cases import LONG, MIXED
 
+import thdattn
 from thdattn import oracle
 from thdattn.fuzz.runs import poisoned
 

@@ -11,19 +11,16 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
+from cases import to_host
 from mpi4py import MPI
+from ranks.attention_ranks import run_cases
 
 import thdattn
 from thdattn.comm.peer import windows
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from cases import to_host
-from ranks.attention_ranks import run_cases
 
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1  # the rank that fails
