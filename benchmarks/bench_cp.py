@@ -34,7 +34,7 @@ import record
 import tables
 import timing
 from cp_methods import ALONE, METHODS, ONE, OURS, PARTS, USUAL, Method
-from cp_ways import Alone, Layer, Ranks, Timed, both, captured, free_memory, started, whole_pack
+from cp_ways import Alone, Layer, Ranks, Timed, both, captured, free_memory, started, steps, whole_pack
 from record import PASSES, Measured
 from workloads import Case, cp_cases
 
@@ -164,19 +164,16 @@ def raced(
     real: Comm, case: Case, ways: Mapping[str, Timed], ours: Mapping[str, Layer], rounds: int
 ) -> dict[record.Key, list[float]]:
     """Time all ways in turns, called, and ours also in a graph and on the host."""
-    calls: dict[tuple[str, str], Sequence[Callable[[], object]]] = {
-        (name, "called"): (way.forward, way.backward) for name, way in ways.items()}
+    calls: dict[tuple[str, str], Mapping[str, Callable[[], object]]] = {
+        (name, "called"): steps(way) for name, way in ways.items()}
     with ExitStack() as stack:
         for name, layer in ours.items():
             if layer.method.captured:
                 replay = attempted(real, f"{case.name} {name} in a graph", partial(captured, stack, name, layer))
                 if replay is not None:
-                    calls[name, "graph"] = [replay]
+                    calls[name, "graph"] = {"both": replay}
         found = timing.race(real, calls, rounds)
-    times: dict[record.Key, list[float]] = {}
-    for (name, how), steps in found.items():
-        directions = PASSES if how == "called" else ("both",) * 2
-        times |= {(name, direction, how): samples for direction, samples in zip(directions, steps, strict=True)}
+    times = {(name, direction, how): samples for ((name, how), direction), samples in found.items()}
     for name, way in ways.items():
         if name not in PARTS:
             times[name, "forward", "host"] = timing.slowest(real, timing.returned(way.forward, HOST_CALLS))
@@ -226,8 +223,7 @@ def taken(real: Comm, layer: Timed, free: int) -> str:
 def timed(case: Case, cp_size: int, key: record.Key, samples: Sequence[float]) -> record.Row:
     """Return the columns of a measured time, with its speed per GPU; the host has none."""
     _, direction, how = key
-    flops = {**case.flops._asdict(), "both": sum(case.flops)}.get(direction)
-    return record.timed(samples, flops / cp_size if flops and how != "host" else None)
+    return record.timed(samples, case.work[direction] / cp_size if how != "host" else None)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -186,8 +186,8 @@ def rows_of(
     comm: thdattn.comm.Comm, columns: record.Row, ways: Mapping[str, Call], flops: float | None, rounds: int
 ) -> Iterator[record.Row]:
     """Time ways in turns, and yield a row for each."""
-    times = timing.race(comm, {name: [way] for name, way in ways.items()}, rounds)
-    for way, (samples, _) in times.items():
+    times = timing.race(comm, {name: {"both": way} for name, way in ways.items()}, rounds)
+    for (way, _), samples in times.items():
         yield columns | {"way": way} | record.timed(samples, flops)
 
 

@@ -71,8 +71,9 @@ def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
         if importlib.util.find_spec("torch"):
             ways["select"] = selecting(sources, index)
         num_bytes = 2 * sum(x.nbytes for x in sources)
-        times = timing.race(thdattn.comm.SingleComm(), {name: [call] for name, call in ways.items()}, ROUNDS)
-        for peer, (samples, _) in times.items():
+        times = timing.race(thdattn.comm.SingleComm(), {name: {"move": call} for name, call in ways.items()}, ROUNDS)
+        for peer in ways:
+            samples = times[peer, "move"]
             yield {
                 "case": pack, "cp_size": str(cp_size), "direction": direction, "dtype": np.dtype(dtype).name,
                 "bytes": str(num_bytes), "peer": peer, **record.timed(samples),

@@ -32,9 +32,9 @@ import tables
 import timing
 from bench_cp import attempted
 from cp_methods import ONE, OURS, USUAL, Method
-from cp_ways import Layer, Timed, both
+from cp_ways import Layer, Timed, both, steps
 from peers import Flex, Inputs, draw_inputs, release_memory, to_host
-from record import PASSES, Measured
+from record import Measured
 from workloads import TREES, Case, TreeCase
 
 import thdattn
@@ -93,14 +93,14 @@ def speeds(comm: Comm, case: TreeCase, others: Sequence[str], rounds: int) -> It
         if made is not None:
             ways[name] = made
     release_memory()
-    times = timing.race(comm, {name: (way.forward, way.backward) for name, way in ways.items()}, rounds)
-    work = f"{busiest_rank(comm, ours):.3f}"
+    times = timing.race(comm, {name: steps(way) for name, way in ways.items()}, rounds)
+    busiest = f"{busiest_rank(comm, ours):.3f}"
     for name, pack in packs.items():
-        flops = [x / (comm.size if name == OURS else 1) for x in (*pack.flops, sum(pack.flops))]
-        measured = {(name, way, "called"): record.timed(times[name][number], flops[number]) if name in times else {}
-                    for number, way in enumerate(PASSES)}
+        share = comm.size if name == OURS else 1
+        measured = {(name, direction, "called"): record.timed(times[name, direction], work / share)
+                    if name in ways else {} for direction, work in pack.work.items()}
         if name == OURS:
-            measured[OURS, "both", "called"]["work"] = work
+            measured[OURS, "both", "called"]["work"] = busiest
         yield from rows_of(case, pack, measured)
 
 

@@ -137,6 +137,10 @@ def both(layer: Timed) -> None:
     layer.backward()
 
 
+def steps(layer: Timed) -> dict[str, Callable[[], None]]:
+    return {"forward": layer.forward, "backward": layer.backward}
+
+
 def free_memory() -> int:
     """Return the free bytes of the GPU, after the pools have given back unused memory."""
     peers.release_memory()

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import cupy
 import peers
 import record
 import timing
 from bench_attention import forward_and_backward
 from cp_methods import ONE, OURS
+from cp_peer import process_group
+from cp_ways import steps
 from mamba_cases import MixerCase, MixerInputs, draw
 from mamba_exact import OF_ROWS
 from mamba_peers import MambaSsmMixer, OurMixer, columns
-from record import PASSES, Measured
+from record import Measured
 
 from thdattn.comm import Comm, SingleComm
 from thdattn.mamba.shape import Mamba2Weights
@@ -32,9 +35,6 @@ def measure(
     comm: Comm, cases: Sequence[MixerCase], with_peer: bool, rounds: int
 ) -> Iterator[tuple[MixerCase, str, Mapping[str, str], Measured]]:
     """Yield case, part, versions and measurements; collective."""
-    import cupy
-    from cp_peer import process_group
-
     versions = {A2A: MambaSsmMixer.version()} if with_peer else {}
     if with_peer:
         group = process_group()
@@ -50,9 +50,9 @@ def measure(
             forward_and_backward(ways[A2A])
             peers.check(ways[A2A].results(), ways[OURS].results()[: len(OF_ROWS)], OF_ROWS)
         peers.release_memory()
-        times = timing.race(comm, {name: (way.forward, way.backward) for name, way in ways.items()}, rounds)
-        yield case, "mixer", versions, {(name, way, "called"): record.timed(samples) for name, steps in times.items()
-                                        for way, samples in zip(PASSES, steps, strict=True)}
+        times = timing.race(comm, {name: steps(way) for name, way in ways.items()}, rounds)
+        measured = {(*key, "called"): record.timed(samples) for key, samples in times.items()}
+        yield case, "mixer", versions, measured
 
 
 def share(case: MixerCase, size: int) -> MixerCase:
@@ -103,7 +103,6 @@ class AllToAll:
     """
 
     def __init__(self, case: MixerCase, inputs: MixerInputs, size: int, rank: int) -> None:
-        import cupy
         import torch
         from torch import distributed
 

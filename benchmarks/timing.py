@@ -122,19 +122,23 @@ def interleaved(
 
 
 def race(
-    comm: thdattn.comm.Comm, ways: Mapping[Name, Sequence[Call]], rounds: int
-) -> dict[Name, list[list[float]]]:
-    """Time ways of several steps in turns: the times of every step, and last of all steps together."""
+    comm: thdattn.comm.Comm, ways: Mapping[Name, Mapping[str, Call]], rounds: int
+) -> dict[tuple[Name, str], list[float]]:
+    """Time ways of one or more named steps in turns: (way, step) -> times; the step "both" is all of them together."""
     groups = {}
     for name, steps in ways.items():
+        calls = [*steps.values()]
         for _ in range(2):  # the second one may be captured
-            for step in steps:
-                step()
-        (ms,) = slowest(comm, map(sum, stepped(steps, 1)))
-        groups[name] = partial(_together, comm, steps, calls_per_group(ms))
-    times = interleaved(groups, rounds, lambda _: nullcontext())
-    return {name: [slowest(comm, column) for column in zip(*([*call, sum(call)] for call in samples), strict=True)]
-            for name, samples in times.items()}
+            for call in calls:
+                call()
+        (ms,) = slowest(comm, map(sum, stepped(calls, 1)))
+        groups[name] = partial(_together, comm, calls, calls_per_group(ms))
+    times = {}
+    for name, samples in interleaved(groups, rounds, lambda _: nullcontext()).items():
+        columns = zip(*([*each, sum(each)] for each in samples), strict=True)
+        for step, column in zip([*ways[name], "both"], columns, strict=True):
+            times[name, step] = slowest(comm, column)
+    return times
 
 
 def _together(comm: thdattn.comm.Comm, steps: Sequence[Call], calls: int) -> list[list[float]]:

@@ -92,6 +92,11 @@ class Case(Pack):
         """Count the operations of all heads; they are the same for every engine and peer."""
         return self.attention("reference").flops(self.plan)
 
+    @property
+    def work(self) -> dict[str, float]:
+        """Return the operations of forward, backward and both."""
+        return {**self.flops._asdict(), "both": sum(self.flops)}
+
     @cached_property
     def plan(self) -> thdattn.Plan:
         """Make the plan of one rank on the host."""
