@@ -422,7 +422,7 @@ class Device(contextlib.nullcontext):
 @contextlib.contextmanager
 def installed(machine):
     """Let the transports find a machine, and windows grow often."""
-    from thdattn.comm.peer import reduce  # loads CuPy
+    from thdattn.comm.overlap import reduce  # loads CuPy
 
     with (mock.patch.dict(sys.modules, cupy=machine.cupy()),
           mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),

@@ -130,7 +130,7 @@ def test_shares_of_gradients_are_added_up_as_numpy_does(cupy, name, cp_size, dty
 
 
 def test_sums_of_one_table_for_all_ranks_are_what_they_were(cupy):
-    from thdattn.comm.peer.reduce import add_up
+    from thdattn.comm.overlap.reduce import add_up
     from thdattn.jit.structs import PARTIALS
 
     rng = np.random.default_rng(2)

@@ -118,6 +118,6 @@ class Transport(OverlappedCollectives):
         return Arrival([[part] for part in parts], self._arrival(stream))
 
     def _add(self, partials: Any, num_partials: int, rows: Array, results: Sequence[Array], stream: Any) -> None:
-        from thdattn.comm.peer.reduce import add_up  # imports CuPy
+        from thdattn.comm.overlap.reduce import add_up  # imports CuPy
 
         add_up(partials, num_partials, rows, results, stream)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from thdattn.comm import PeerExchange
+from thdattn.comm.overlap.reduce import add_up
 from thdattn.comm.peer.exchange import NO_MARKS, THREADS
-from thdattn.comm.peer.reduce import add_up
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
