@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 
 import numpy as np
+from ranks.comm_contract import join
 
 import thdattn
 
 
-def joined(backend: str) -> thdattn.comm.Comm:
-    """On MPI the last rank alone asks for checks, which decides for all."""
-    if backend == "mpi":
-        rank = int(__import__("mpi4py.MPI").MPI.COMM_WORLD.rank)
-        return thdattn.comm.init("mpi", check=rank == 1, timeout=20)
-    import torch.distributed
-
-    torch.distributed.init_process_group("gloo")
-    atexit.register(torch.distributed.destroy_process_group)  # gloo's threads must not outlive the interpreter
-    return thdattn.comm.from_torch(check=True)
-
-
 def main(backend: str) -> None:
-    comm = joined(backend)
+    """Ask for checks on all ranks, on MPI on the last one alone, which decides for all."""
+    if backend == "mpi":
+        from mpi4py import MPI
+
+        comm = join("mpi", 2, check=MPI.COMM_WORLD.rank == 1, timeout=20)
+    else:
+        comm = join("torch-gloo", 2, check=True)
     assert comm.checks
     attention = thdattn.CPAttention(comm, 2, 16, dtype="float32", engine="reference")
     plans = [attention.plan(thdattn.PackedBatch.from_lengths(lengths, 4)) for lengths in ([48, 16], [16, 48])]

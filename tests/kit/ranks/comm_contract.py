@@ -166,10 +166,10 @@ def arrays_of(comm: thdattn.comm.Comm) -> Any:
     return importlib.import_module("cupy" if "cuda" in comm.devices else "numpy")
 
 
-def join(backend: str, size: int, transport: str = "auto") -> thdattn.comm.Comm:
+def join(backend: str, size: int, transport: str = "auto", **options: Any) -> thdattn.comm.Comm:
     """Return the ranks of a backend of init, or below torchrun those of "torch-gloo" and "torch-nccl"."""
     if not backend.startswith("torch-"):
-        comm = thdattn.comm.init(backend, transport=transport)
+        comm = thdattn.comm.init(backend, transport=transport, **options)
     else:
         import torch
 
@@ -177,7 +177,7 @@ def join(backend: str, size: int, transport: str = "auto") -> thdattn.comm.Comm:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.distributed.init_process_group(backend.removeprefix("torch-"))
         atexit.register(torch.distributed.destroy_process_group)
-        comm = thdattn.comm.from_torch()
+        comm = thdattn.comm.from_torch(**options)
     assert comm.size == size, f"{backend} sees {comm.size} ranks, the launcher started {size}"
     return comm
 
