@@ -144,7 +144,7 @@ _MOST_PREPARED = 256  # cached argument blocks of a launch
 class Launch:
     """Kernel with the arguments that stay the same for all calls of a plan, after the arguments of each call.
 
-    Prepared arguments are cached, because a training loop repeats the same few calls.
+    All arguments of a call are cached, because a training loop repeats the same few calls.
 
     early: the kernel may start while the previous kernel still runs, see jit.launch_early.
     """
@@ -157,21 +157,16 @@ class Launch:
     _prepared: dict[Any, tuple[compiler.Arguments, tuple[Any, ...]]] = field(default_factory=dict, repr=False)
 
     def __call__(self, *args: Any) -> None:
-        # Structs are passed by value and identified by id, so `prepared` keeps them alive.
+        # Structs are passed by value and identified by id, so launch_as keeps them alive.
         key = tuple([x.data.ptr if isinstance(x, cupy.ndarray) else id(x) if isinstance(x, np.void) else x
                      for x in args])
-        self.launch(self.prepared(key, lambda: args))
+        self.launch_as(key, lambda: args)
 
-    def launch(self, arguments: compiler.Arguments) -> None:
-        """Launch the kernel with arguments that `prepared` returned."""
-        self.kernel.launch(self.grid, self.block, arguments, self.early)
+    def launch_as(self, key: Any, make: Callable[[], tuple[Any, ...]], last: tuple[int, ...] = ()) -> None:
+        """Launch the kernel with the arguments that are cached for `key`; build them with `make` on a miss.
 
-    def launch_as(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> None:
-        """Launch the kernel with the arguments of a call, see `prepared`."""
-        self.launch(self.prepared(key, make))
-
-    def prepared(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> compiler.Arguments:
-        """Return the cached arguments for `key`; build them with `make` on a miss."""
+        last: values of the last fixed arguments, which differ from launch to launch.
+        """
         found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
@@ -179,7 +174,9 @@ class Launch:
             args = make()
             structs = tuple(x for x in args if isinstance(x, np.void))
             found = self._prepared[key] = compiler.Arguments(args + self.fixed), structs
-        return found[0]
+        for i in range(-len(last), 0) if last else ():
+            found[0].change(i, last[i])
+        self.kernel.launch(self.grid, self.block, found[0], self.early)
 
 
 def row_bytes(x: Array) -> int:

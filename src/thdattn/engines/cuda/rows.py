@@ -58,10 +58,7 @@ def _gather(
         return np.array((*rows, to, order, ranges, plan.local_key_rows), ALL_GATHER)[()], peer_exchange.flags
 
     key = (id(peer_exchange.flags), *[(x.data.ptr, x.nbytes) for x in outs], *[(x.data.ptr, x.strides) for x in own])
-    prepared = run.prepared(key, arguments)
-    prepared.change(-2, peer_exchange.marks)
-    prepared.change(-1, peer_exchange.number)
-    run.launch(prepared)
+    run.launch_as(key, arguments, (peer_exchange.marks, peer_exchange.number))
 
 
 def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
