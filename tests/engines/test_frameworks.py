@@ -6,29 +6,28 @@ import ctypes
 
 import numpy as np
 import pytest
-from cases import BFLOAT16
+from cases import BFLOAT16, Case, random_inputs, step
 
 import thdattn
 from thdattn.engines import reference
 
-LENGTHS, HEADS, KV_HEADS, HEAD_DIM = (7, 0, 20), 4, 2, 8
-FIELDS = ("out", "dq", "dk", "dv")
+CASE = Case("frameworks", (7, 0, 20), dims=(8, 8), sharding="contiguous")
 
 
 def drawn(dtype):
     """q, k, v, dout of the pack as NumPy arrays."""
-    rng = np.random.default_rng(0)
-    shapes = [(sum(LENGTHS), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    return [rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
+    return random_inputs(CASE, np.dtype(dtype))
 
 
-def computed(inputs, dtype, engine="reference"):
-    """out, dq, dk, dv of one rank."""
-    attn = thdattn.CPAttention(
-        thdattn.comm.init("single"), HEADS, HEAD_DIM, KV_HEADS, dtype=dtype, engine=engine)
-    q, k, v, dout = inputs
-    out, saved = attn.forward(q, k, v, attn.plan(thdattn.PackedBatch.from_lengths(LENGTHS), "contiguous"))
-    return out, *attn.backward(dout, saved)
+def computed(inputs, dtype):
+    """What forward and backward of one rank return, by name."""
+    attn = CASE.attention(thdattn.comm.init("single"), dtype, engine="reference")
+    return step(attn, attn.plan(thdattn.PackedBatch.from_lengths(CASE.lengths), CASE.sharding), inputs)
+
+
+def assert_same(found, wanted):
+    for name, x in found.items():
+        np.testing.assert_array_equal(x, wanted[name], err_msg=name)
 
 
 def address(x):
@@ -58,9 +57,7 @@ class Elsewhere:
 @pytest.mark.parametrize("device_type", [3, 13], ids=["pinned", "managed"])
 def test_memory_that_cuda_pinned_or_manages_is_host_memory_to_the_numpy_engine(device_type):
     inputs = drawn(np.float32)
-    found = computed([Elsewhere(x, device_type) for x in inputs], "float32")
-    for name, x, y in zip(FIELDS, found, computed(inputs, "float32"), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=name)
+    assert_same(computed([Elsewhere(x, device_type) for x in inputs], "float32"), computed(inputs, "float32"))
     assert address(reference.from_user("q", Elsewhere(inputs[0], device_type))) == address(inputs[0])
 
 
@@ -97,10 +94,9 @@ def test_pinned_and_managed_arrays_on_a_gpu_machine(cupy, torch_cuda):
     inputs = drawn(np.float32)
     pinned = [torch.from_numpy(x).pin_memory() for x in inputs]
     assert pinned[0].__dlpack_device__()[0] == 3
-    for name, x, y in zip(FIELDS, computed(pinned, "float32"), computed(inputs, "float32"), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=name)
+    assert_same(computed(pinned, "float32"), computed(inputs, "float32"))
     batch = thdattn.PackedBatch(torch.tensor([0, 7, 7, 27], dtype=torch.int32).pin_memory())
-    assert batch.lengths.tolist() == list(LENGTHS)
+    assert batch.lengths.tolist() == list(CASE.lengths)
     from thdattn.engines import cuda
 
     with pytest.raises(TypeError, match="q is a Tensor on the host, wanted an array on the GPU"):
@@ -120,17 +116,16 @@ def test_pinned_and_managed_arrays_on_a_gpu_machine(cupy, torch_cuda):
 def test_jax_arrays_on_the_host_go_in_without_a_copy_and_results_come_out(dtype):
     jax = pytest.importorskip("jax")
     host = jax.devices("cpu")[0]
-    inputs = drawn(np.dtype(dtype) if dtype != "bfloat16" else BFLOAT16)
+    inputs = drawn(dtype if dtype != "bfloat16" else BFLOAT16)
     arrays = [jax.device_put(x, host) for x in inputs]
     seen = reference.from_user("q", arrays[0])
     assert seen.dtype == inputs[0].dtype and address(seen) == arrays[0].unsafe_buffer_pointer()
     found = computed(arrays, dtype)
-    for name, x, y in zip(FIELDS, found, computed(inputs, dtype), strict=True):
-        assert x.dtype == inputs[0].dtype, name
-        np.testing.assert_array_equal(x, y, err_msg=name)
-        back = jax.numpy.asarray(x, device=host)
-        assert isinstance(back, jax.Array) and back.dtype == x.dtype
-        np.testing.assert_array_equal(np.asarray(back), x, err_msg=name)
+    assert_same(found, computed(inputs, dtype))
+    for name in ("out", "dq", "dk", "dv"):
+        back = jax.numpy.asarray(found[name], device=host)
+        assert isinstance(back, jax.Array) and back.dtype == found[name].dtype == inputs[0].dtype
+        np.testing.assert_array_equal(np.asarray(back), found[name], err_msg=name)
 
 
 # --- torch -----------------------------------------------------------------------------------------------------
@@ -144,6 +139,4 @@ def test_torch_tensors_on_the_host_go_in_without_a_copy(dtype):
     assert address(seen) == inputs[0].data_ptr()
     np.testing.assert_array_equal(seen.astype(np.float64), inputs[0].double().numpy())
     kept = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
-    wanted = computed([x.double().numpy().astype(kept) for x in inputs], dtype)
-    for name, x, y in zip(FIELDS, computed(inputs, dtype), wanted, strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=name)
+    assert_same(computed(inputs, dtype), computed([x.double().numpy().astype(kept) for x in inputs], dtype))
