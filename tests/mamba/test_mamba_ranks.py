@@ -83,35 +83,39 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
     """Ranks have 4 segments of 64 rows: sequences begin in rows 0; 20 and 80 of the next rank; 124 of the last."""
     case = Case("crossing", (256 + 20, 60, 176 + 124, 132))
     done: dict[int, list] = {}
+    gather = context_parallel.gather
     monkeypatch.setattr(context_parallel, "AHEAD", 1)
 
-    def note(name, function, what):
-        def noted(*args, **options):
-            done.setdefault(threading.get_ident(), []).append((name, what(args)))
-            return function(*args, **options)
-        return noted
+    def note(*what):
+        done.setdefault(threading.get_ident(), []).append(what)
 
-    def segments(args):
-        return range(4)[next(x for x in args if isinstance(x, slice))]
+    def noted_gather(comm, plan, name, send):
+        note("gather", name)
+        recv, wait = gather(comm, plan, name, send)
+        return recv, lambda: (note("wait", name), wait())
 
+    def noted(name, function):
+        def run(*args):
+            note(name, range(4)[next(x for x in args if isinstance(x, slice))])
+            return function(*args)
+        return run
+
+    monkeypatch.setattr(context_parallel, "gather", noted_gather)
     for name in ("mixer_scan", "mixer_bwd"):
-        monkeypatch.setattr(reference, name, note(name, getattr(reference, name), segments))
-    monkeypatch.setattr(reference, "mixer_start", note("start", reference.mixer_start, lambda args: None))
-    monkeypatch.setattr(thdattn.comm.Comm, "all_gather",
-                        note("gather", thdattn.comm.Comm.all_gather, lambda args: args[1].shape[-1]))
+        monkeypatch.setattr(reference, name, noted(name, getattr(reference, name)))
 
     def program(comm):
         steps(comm, case, FLOAT64)
         return done[threading.get_ident()]
 
-    first, second, third = thdattn.comm.run_local(3, program)
-    summary, channels = np.prod(SIZES[:3]) + SIZES[0], 32
-
     def wanted(before, after, backward_before, backward_after):
-        return [("gather", channels), ("gather", summary), ("mixer_scan", before), ("start", None),
-                ("mixer_scan", after), ("gather", summary), ("mixer_bwd", backward_before), ("start", None),
-                ("mixer_bwd", backward_after), ("gather", channels)]
+        states, of_states, of_rows = "states", "gradients of states", "gradients of rows"
+        return [("gather", "rows"), ("wait", "rows"),
+                ("gather", states), ("mixer_scan", before), ("wait", states), ("mixer_scan", after),
+                ("gather", of_states), ("mixer_bwd", backward_before), ("wait", of_states),
+                ("mixer_bwd", backward_after), ("gather", of_rows), ("wait", of_rows)]
 
+    first, second, third = thdattn.comm.run_local(3, program)
     assert first == wanted(range(4), range(0), range(0), range(4))
     assert second == wanted(range(3, 4), range(3), range(1), range(1, 4))
     assert third == wanted(range(3, 4), range(3), range(4), range(4, 4))
