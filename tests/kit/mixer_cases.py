@@ -109,7 +109,6 @@ ON_GPUS = tuple(replace(CASES[name], sizes=GPU_SIZES) for name in (
     "shorter-than-the-convolution", "resets-inside-chunks", "ranks-of-padding", "empty-between",
     "padding-ends-a-chunk", "ends-with-a-rank",
 ))
-MANY = Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 1000).tolist()), sizes=Sizes(2, 2, 2, 1))
 
 
 def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]:
@@ -229,18 +228,6 @@ def check_gradients(
         ours, allowed = (np.sqrt(np.mean((x - wanted) ** 2)) for x in (found, getattr(plain, field)))
         size = np.sqrt(np.mean(wanted**2))
         assert ours <= 3 * allowed + 1e-3 * size, f"{field} of {case}: {ours:.1e}, plain {allowed:.1e}, of {size:.1e}"
-
-
-def two_layers(case: Case, comm: thdattn.comm.Comm, dtype: Any, xp: Any, keep: bool) -> list[np.ndarray]:
-    """Return one rank's gradients of two layers of a plan, whose forwards follow each other. keep: see Mamba2Mixer."""
-    mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda", keep_activations=keep)
-    plan = mixer.plan(case.batch)
-    layers = []
-    for seed in range(2):
-        zxbcdt, weights, dout = on_engine(on_rank(plan, random_inputs(case, dtype, seed)), xp)
-        layers.append((dout, mixer.forward(zxbcdt, weights, plan)[1]))
-    made = [mixer.backward(*layer) for layer in layers]
-    return [to_host(x) for dzxbcdt, dweights in made for x in (dzxbcdt, *dweights)]
 
 
 def assembled(case: Case, ranks: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
