@@ -13,7 +13,7 @@ from thdattn.packing import PackedBatch
 from thdattn.plan.layout_tables import needed_capacity
 from thdattn.sharding import Sharding
 
-PERCENTILES = (50, 90, 95, 99, 100)
+PERCENTILES = {"P50": 50, "P90": 90, "P95": 95, "P99": 99, "max": 100}
 MOST_PACKS = 300  # whose layouts are found
 TILES = 128, 128  # rows, of the kernels for most head dims
 ROW_BYTES = 2 * 8 * 128 * 2  # of a key row: keys and values of 8 heads of 128, in 16 bits
@@ -56,11 +56,10 @@ def candidates(needed: NDArray[np.int64]) -> list[Candidate]:
         needed: of needed_capacities, at least one.
     """
     signs, made = np.array([1, 1, -1, 1]), []  # early_queries is what a pack has at least
-    for share in PERCENTILES:
+    for name, share in PERCENTILES.items():
         most = np.percentile(needed * signs, share, axis=0, method="inverted_cdf").astype(np.int64)
         eager = int((needed * signs > most).any(axis=1).sum())
-        name, capacity = "max" if share == 100 else f"P{share}", BalancedCapacity(*(most * signs).tolist())
-        made.append(Candidate(name, capacity, eager))
+        made.append(Candidate(name, BalancedCapacity(*(most * signs).tolist()), eager))
     return made
 
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from thdattn.arguments import as_count, shown
 from thdattn.cli import pack_capacities
 from thdattn.cli.options import add_documents, check_picture, document_lengths
+from thdattn.cli.pack_capacities import PERCENTILES
 from thdattn.packing import first_fit
 
 Counts = NDArray[np.int64]
 
 ENOUGH_PACKS = 1_000  # documents are packed in new orders until there are so many packs,
 ENOUGH_PIECES = 1_000_000  # or so many pieces are in them
-PERCENTILES = (50, 90, 95, 99, 100)
 MOST_BARS = 64
 BLUE, GREY, RED = "#4c78a8", "#b0b0b0", "#d1495b"
 SEARCHES = 6  # for the document of a row, in the kernels that make a plan (kernels.cu)
@@ -192,8 +192,8 @@ def _steps(text: str) -> int:
 
 def _percentiles(numbers: NDArray[np.int64]) -> dict[str, int]:
     """Return P50, ..., max by name: the smallest number that so many percent do not exceed."""
-    values = np.percentile(numbers, PERCENTILES, method="inverted_cdf")
-    return dict(zip((*(f"P{share}" for share in PERCENTILES[:-1]), "max"), map(int, values), strict=True))
+    values = np.percentile(numbers, [*PERCENTILES.values()], method="inverted_cdf")
+    return dict(zip(PERCENTILES, map(int, values), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ text and picture

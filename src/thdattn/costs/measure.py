@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,13 +50,13 @@ def _kernels(
     batch = PackedBatch.from_lengths(np.diff(ends, prepend=0).tolist())
     plan = attention.plan(batch, "contiguous")
     numbers = np.random.default_rng(0).standard_normal(2**16).astype(attention.dtype)
-    q, k, v, dout = (engine.from_user("x", _on_device(engine, np.resize(numbers, (batch.total_rows, heads,
-                     shape.head_dim)))) for heads in (shape.num_heads, *2 * [shape.num_kv_heads], shape.num_heads))
+    q, k, v, dout = (_arrays(engine).asarray(np.resize(numbers, (batch.total_rows, heads, shape.head_dim)))
+                     for heads in (shape.num_heads, *2 * [shape.num_kv_heads], shape.num_heads))
     saved = attention.forward(q, k, v, plan)[1]
     calls = (lambda: attention.forward(q, k, v, plan)), (lambda: attention.backward(dout, saved))
     _, tiles = pairs_and_tiles(plan.sharding, plan.window)
     flops = (attention_flops(plan, int(tiles.max()), shape.num_heads, direction) for direction in (0, 1))
-    seconds = [max(_slowest(comm, engine, _seconds(engine, call)) - latency, 1e-9) for call in calls]
+    seconds = [max(_seconds(comm, engine, call) - latency, 1e-9) for call in calls]
     forward, backward = (number / each for number, each in zip(flops, seconds, strict=True))
     return forward, backward
 
@@ -66,27 +67,30 @@ def _link(comm: Comm, engine: Engine) -> tuple[float, float]:
     seconds = []
     for size in (SMALL, MESSAGE[engine.name]):
         rows = -(-size // (SMALL * (comm.size - 1)))
-        sends, recvs = (_on_device(engine, np.zeros((comm.size, rows, SMALL), np.uint8)) for _ in range(2))
+        sends, recvs = _arrays(engine).zeros((2, comm.size, rows, SMALL), np.uint8)
         sizes = rows * SMALL * (1 - np.eye(comm.size, dtype=np.int64))
 
         def exchange(sends: Any = sends, recvs: Any = recvs, sizes: Any = sizes) -> None:
             comm.exchange([(sends[rank], rank) for rank in others], [(recvs[rank], rank) for rank in others], sizes)()
 
-        seconds.append(_slowest(comm, engine, _seconds(engine, exchange)))
+        seconds.append(_seconds(comm, engine, exchange))
     latency, large = seconds
     return latency, rows * SMALL * len(others) / max(large - latency, 1e-9)
 
 
-def _seconds(engine: Engine, call: Callable[[], object]) -> float:
-    """Return the seconds of one of several consecutive warm calls."""
+def _seconds(comm: Comm, engine: Engine, call: Callable[[], object]) -> float:
+    """Return the seconds of one of several consecutive warm calls, on the slowest rank."""
+    return float(max(comm._gather_values(_seconds_here(engine, call))))
+
+
+def _seconds_here(engine: Engine, call: Callable[[], object]) -> float:
     call()
     if engine.name != "cuda":
         begin = time.perf_counter()
         for _ in range(CALLS):
             call()
         return (time.perf_counter() - begin) / CALLS
-    import cupy
-
+    cupy = _arrays(engine)
     call()
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     begin.record()
@@ -97,17 +101,6 @@ def _seconds(engine: Engine, call: Callable[[], object]) -> float:
     return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3 / CALLS
 
 
-def _slowest(comm: Comm, engine: Engine, seconds: float) -> float:
-    """Return the largest value over all ranks."""
-    most = _on_device(engine, np.array([seconds], np.float32))
-    comm.all_reduce(most, "max")
-    return float(most[0])
-
-
-def _on_device(engine: Engine, x: Any) -> Any:
-    """Copy a host array to the device of the engine."""
-    if engine.name != "cuda":
-        return x
-    import cupy
-
-    return cupy.asarray(x)
+def _arrays(engine: Engine) -> Any:
+    """Return the library of the engine's arrays."""
+    return importlib.import_module("cupy" if engine.name == "cuda" else "numpy")

@@ -252,7 +252,7 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the model knows of a layer on rank 0: its plan without arrays, and what its method does.
+    """Layer as rank 0 sees it: its plan without arrays, and what its method does.
 
     core: the plan between the ranks that have the rows of the same heads; the plan itself if no heads are exchanged.
     method: the method between these ranks.

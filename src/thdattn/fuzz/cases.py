@@ -38,8 +38,8 @@ class FuzzCase(Line):
     ranks: number of ranks.
     inner: ranks of a group where a method has two levels.
     lengths, padded: tokens and rows of every sequence; of prefix trees, the tokens of every node.
-    parents, multiple: parents of the nodes of prefix trees, and the number that divides the rows of every tree; ():
-        sequences are no trees.
+    multiple: the number that divides the rows of every sequence without `padded`, and of every tree.
+    parents: parents of the nodes of prefix trees; (): sequences are no trees.
     slack: rows behind the last sequence.
     keys: lengths of the sequences' keys, for varlen; rows per call of every sequence, for decode.
     heads: (num_heads, num_kv_heads).
@@ -97,10 +97,12 @@ class FuzzCase(Line):
     def batch(self) -> PackedBatch:
         """Packed batch, with padding and slack."""
         if self.parents:
-            trees = PackedBatch.from_trees(self.lengths, self.parents, self.multiple)
-            return trees.padded_to(trees.total_rows + self.slack)
-        starts = offsets(self.padded)
-        return PackedBatch(offsets(self.lengths), starts, total_rows=int(starts[-1]) + self.slack)
+            batch = PackedBatch.from_trees(self.lengths, self.parents, self.multiple)
+        elif self.padded:
+            batch = PackedBatch(offsets(self.lengths), offsets(self.padded))
+        else:
+            batch = PackedBatch.from_lengths(self.lengths, self.multiple)
+        return batch.padded_to(batch.total_rows + self.slack)
 
 
 def offsets(lengths: Sequence[int]) -> NDArray[np.int32]:

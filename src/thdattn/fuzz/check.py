@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ DTYPES = {"cuda": ("bfloat16", "float16"), "reference": ("bfloat16", "float32")}
 _two = partial(FuzzCase, ranks=2, lengths=(130, 7, 261, 33, 1, 64), dims=(64, 64))
 _four = partial(_two, ranks=4)
 
-CASES = {  # without a dtype, and those without padded lengths are padded as their ranks need
+CASES = {  # dtypes, and what ranks need of padding, come with the engine and the ranks
     "one document": _two(ranks=1, lengths=(300,), heads=(4, 4)),
     "ragged lengths": _two(heads=(4, 4)),
     "grouped-query heads 8/2": _four(heads=(8, 2)),
@@ -29,7 +30,7 @@ CASES = {  # without a dtype, and those without padded lengths are padded as the
     "window 20 back, 9 ahead": _four(heads=(4, 4), causal=False, window=(20, 9)),
     "empty documents": _two(lengths=(0, 90, 0, 0, 41, 0)),
     "fewer tokens than ranks": _four(lengths=(1, 0, 2), heads=(4, 4)),
-    "contiguous, padded to 3": _four(heads=(4, 4), sharding="contiguous", padded=(132, 9, 261, 33, 3, 66)),
+    "contiguous, padded to 3": _four(heads=(4, 4), sharding="contiguous", multiple=3),
     "contiguous, no padding": _four(heads=(4, 4), causal=False, sharding="contiguous"),
     "head dim 128, deterministic": _two(heads=(4, 1), dims=(128, 128), deterministic=True),
     "head dims 192 and 128": _two(dims=(192, 128)),
@@ -78,10 +79,9 @@ def _runs(engine: str, num_ranks: int) -> Iterator[tuple[str, FuzzCase]]:
         if case.method == "a2a" and a2a.obstacle(case.heads[0], case.heads[1], ranks):
             continue
         inner = 2 if "+" in case.method and ranks % 2 == 0 else 1
-        multiple = row_multiple(case.method, case.sharding, ranks, inner)
-        padded = case.padded or tuple(-(-length // multiple) * multiple for length in case.lengths)
+        multiple = math.lcm(case.multiple, row_multiple(case.method, case.sharding, ranks, inner))
         for dtype in DTYPES[engine]:
-            yield name, replace(case, ranks=ranks, inner=inner, padded=padded, dtype=dtype)
+            yield name, replace(case, ranks=ranks, inner=inner, multiple=multiple, dtype=dtype)
 
 
 def _shown(name: str, case: FuzzCase, found: Judgement) -> bool:
