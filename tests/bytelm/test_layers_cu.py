@@ -6,16 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from nvrtc import compiler
 
-pytest.importorskip("cupy")
-try:
-    import layers_cuda
-    from cupy.cuda import nvrtc
-
-    nvrtc.getVersion()
-except Exception as error:
-    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
-
+layers_cuda, nvrtc = pytest.importorskip("layers_cuda"), compiler.nvrtc
 LAUNCHED = set(re.findall(r'(?:launch|early)\(\s*"(\w+)"', Path(layers_cuda.__file__).read_text()))
 
 
