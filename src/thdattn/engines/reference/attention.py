@@ -62,19 +62,20 @@ def attn_fwd(
         lse: (num_heads, local_rows), float32 (float64 for float64 input), natural log, the sink included; -inf there.
         max_logit: (num_heads,) float32, the largest logit of a key, -inf if every range is empty; None if not wanted.
     """
-    if on_first_part is not None:
-        return _in_two_parts(inputs, options, outputs, on_first_part)
     q, k, v, plan, sinks = inputs
     local_rows, num_heads, _ = q.shape
     num_kv_heads, v_head_dim = v.shape[1:]
     dtype = _compute_dtype(q.dtype)
+    out, lse = outputs.arrays or (arrays.empty((local_rows, num_heads, v_head_dim), q.dtype),
+                                  arrays.empty((num_heads, local_rows), dtype))
+    if on_first_part is not None:
+        max_logit = _in_two_parts(inputs, options, out, lse, on_first_part)
+        return out, lse, max_logit if outputs.max_logit else None
     rows, blocks = row_blocks(plan.key_ranges, num_heads)
     mask = _mask(plan, rows)
     scaled_q = _group_heads(q[rows], num_kv_heads, dtype) * dtype.type(options.softmax_scale)
     keys, values = _heads_first(k, dtype), _heads_first(v, dtype)
     o, row_lse, row_max = attend(scaled_q, keys, values, mask, blocks, options.softcap)
-    shapes = ((local_rows, num_heads, v_head_dim), q.dtype), ((num_heads, local_rows), dtype)
-    out, lse = outputs.arrays or [arrays.empty(*shape) for shape in shapes]
     if not outputs.accumulate:
         out[...], lse[...] = 0, -np.inf
     o, row_lse = _ungroup_heads(o), row_lse.swapaxes(1, 2).reshape(num_heads, -1)
@@ -101,14 +102,11 @@ def _merged(o: Array, lse: Array, other_o: Array | None, other_lse: Array) -> tu
 
 
 def _in_two_parts(
-    inputs: ForwardInputs, options: AttentionOptions, outputs: ForwardOutputs, on_first_part: Callable[[], Any]
-) -> tuple[Array, Array, Array | None]:
-    """Compute attn_fwd for the tiles that come first, then for all other tiles."""
+    inputs: ForwardInputs, options: AttentionOptions, out: Array, lse: Array, on_first_part: Callable[[], Any]
+) -> Array:
+    """Compute attn_fwd for the tiles that come first, then for all other tiles; return max_logit."""
     q, k, v, plan, sinks = inputs
-    num_rows, num_heads, _ = q.shape
-    out, lse = outputs.arrays or (arrays.empty((num_rows, num_heads, v.shape[2]), q.dtype),
-                                  arrays.empty((num_heads, num_rows), _compute_dtype(q.dtype)))
-    is_first = np.repeat(plan.first_tiles[0], plan.tiles[0])[:num_rows]
+    is_first = np.repeat(plan.first_tiles[0], plan.tiles[0])[: len(q)]
 
     def some(rows: NDArray[np.bool_]) -> Array:
         before = np.append(0, np.cumsum(rows))  # rows of the part before each row
@@ -121,8 +119,7 @@ def _in_two_parts(
 
     first = some(is_first)
     on_first_part()
-    max_logit = np.maximum(first, some(~is_first))
-    return out, lse, max_logit if outputs.max_logit else None
+    return np.maximum(first, some(~is_first))
 
 
 @on_host
