@@ -178,8 +178,8 @@ class _Launches:
 
     def __call__(self, call: _Call, on_first_part: OnFirstPart | None) -> None:
         """Launch all kernels of a call, and call on_first_part after the first part of dk and dv."""
-        unit = lse_unit(call.softmax_scale, call.softcap)
-        self._delta.launch_as(call.key, lambda: (call.out, call.dout, call.lse, unit))
+        self._delta.launch_as(call.key, lambda: (
+            call.out, call.dout, call.lse, lse_unit(call.softmax_scale, call.softcap)))
         of_main, of_dq = self.arguments(call)
         for number, launches in enumerate(self._mains):
             for run in launches:
