@@ -106,9 +106,8 @@ class Mamba2Cache:
 
         Raises:
             TypeError: a saved of another type.
-            ValueError: a saved of several ranks, of another number of sequences, of a mixer of other sizes, or of
-                lengths that the GPU has reported as wrong. Until the host knows of wrong lengths, they fill the cache
-                with NaN.
+            ValueError: a saved of several ranks, of another number of sequences, or of a mixer of other sizes; lengths
+                that the GPU has reported as wrong. Until the host knows of wrong lengths, they fill the cache with NaN.
         """
         check_kind("saved", saved, Mamba2Saved, "pass the one that forward returned")
         plan = saved.plan

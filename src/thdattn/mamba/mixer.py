@@ -28,9 +28,9 @@ class Mamba2Mixer:
 
     A row has z, x, B, C and dt, as a model's input projection computes them. A causal convolution and silu transform x,
     B and C, and dt becomes softplus(dt + dt_bias). Each head then runs the recurrence s = exp(dt A) s + dt x B^T, y = s
-    C + D x, and out = y * silu(z). Convolution and state restart with every sequence, and fork at the nodes of prefix
-    trees. Head h reads B and C of group h // (num_heads // num_groups). Padding rows never change a result, NaN
-    included, and out and dzxbcdt are exactly 0 there.
+    C + D x. The result is out = y * silu(z). Convolution and state restart with every sequence, and fork at the nodes
+    of prefix trees. Head h reads B and C of group h // (num_heads // num_groups). Padding rows never change a result,
+    NaN included, and out and dzxbcdt are exactly 0 there.
 
     norm="after_gate" gives out = rmsnorm(y * silu(z)) * norm_weight, as layers of mamba_ssm and Megatron-Core do.
     norm="before_gate" gives out = rmsnorm(y) * norm_weight * silu(z). rmsnorm(x) = x / sqrt(mean(x**2) + norm_eps) over
@@ -52,9 +52,9 @@ class Mamba2Mixer:
         dtype: of zxbcdt and out: "bfloat16" or "float16"; the reference engine also takes "float32" and "float64".
         engine: "cuda", "reference" (NumPy), or "auto": CUDA where a GPU and its comm allow it. CUDA has kernels for
             head_dim 64 and 128, state_dim 64, 128 and 256, conv_width up to 8, and a multiple of 8 heads.
-        keep_activations: True keeps the results of the convolution from forward to backward. They take `channels`
-            numbers of 16 bits and 3 * num_heads of 32 bits a row and layer, about a third of what forward keeps anyway.
-            False recomputes them in backward.
+        keep_activations: True keeps the results of the convolution from forward to backward: `channels` numbers of 16
+            bits and 3 * num_heads of 32 bits a row. That is about a third of what forward keeps anyway. False
+            recomputes them in backward.
         norm: "after_gate", "before_gate" (mamba_ssm's norm_before_gate=True), or None for no norm.
         norm_groups: groups of columns that are normalised separately, a divisor of num_heads; None means num_groups.
         norm_eps: number added to the mean of squares.

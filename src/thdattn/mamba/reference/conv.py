@@ -69,7 +69,7 @@ def mixer_conv_bwd(inputs: Inputs, gradients: ssd.Gradients, dzxbcdt: Array) -> 
     Returns:
         dweights: float32 (float64), partial sums over this rank's rows.
         ends: (2, reach, channels) in the same dtype: gradients of the first and of the last rows of x, B and C, the
-            halo included, as far as they come from this rank's rows.
+            halo included. Those from other ranks' rows are missing.
     """
     (zxbcdt, weights, plan, shape, _), (dchannels, ddt, partials, of_norm) = inputs, gradients
     _, dxbc, draw = shape.parts(dzxbcdt)

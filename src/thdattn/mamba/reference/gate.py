@@ -1,8 +1,7 @@
 """Gate of a Mamba-2 mixer, backward, and its RMSNorm after or before the gate, forward and backward, in NumPy.
 
-After the gate a row becomes rmsnorm(y * silu(z)) * norm_weight, before it rmsnorm(y) * norm_weight * silu(z). The norm
-divides each group of columns by the root of its mean square plus eps. The scan wrote y in the dtype of the mixer. All
-later arithmetic is float32 (float64 for float64), and results are rounded once.
+Mamba2Mixer has the formulas. The scan wrote y in the dtype of the mixer. All later arithmetic is float32 (float64 for
+float64), and results are rounded once.
 
 Source: Mamba-2, arXiv:2405.21060, section 7; as RMSNormGated of mamba_ssm.
 """
