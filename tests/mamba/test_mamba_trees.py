@@ -108,6 +108,12 @@ def test_nodes_get_whole_segments_that_are_as_long_as_pays(lengths, parents, row
     assert made.total_rows == total and segment_rows(made, 2048) == rows
 
 
+def test_segments_start_from_the_first_one_with_the_same_state_in_front():
+    """Segments 2 and 3 follow segment 1; segments 1 and 6 follow segment 0; segment 7 begins a tree."""
+    starts = trees._starts(np.array([-1, 0, 1, 1, 3, 4, 0, -1]))
+    assert starts.tolist() == [[0, 0], [1, 1], [2, 1], [2, 0], [4, 0], [5, 0], [1, 0], [-1, 0]]
+
+
 def test_ranks_send_states_at_open_forks_alone():
     """A prompt of rank 0 goes on in rank 1, and has children on ranks 1 and 2, one of which goes on there."""
     batch = thdattn.PackedBatch.from_trees([130, 20, 70, 80], [-1, 0, 0, 0])
