@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from thdattn.arguments import Array
-from thdattn.engines import BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
+from thdattn.engines import NEW_ARRAYS, BackwardInputs, BackwardOutputs, ForwardInputs, ForwardOutputs
 from thdattn.methods.base import MethodOptions, Results, key_buffers
 from thdattn.plan.memory import Layer, Memory
 
@@ -24,7 +24,8 @@ def forward(
     """Compute attention of this rank's query rows over its own keys; see Method."""
     inputs = _in_sequence_order(inputs, keys)
     plan = inputs.plan
-    out, lse, logits = plan.engine.attn_fwd(inputs, options.attention, ForwardOutputs(max_logit=max_logit))
+    outputs = ForwardOutputs(max_logit=True) if max_logit else NEW_ARRAYS
+    out, lse, logits = plan.engine.attn_fwd(inputs, options.attention, outputs)
     if max_logit:
         plan.engine.nan_if_invalid(plan, logits)
         comm.all_reduce(logits, "max")

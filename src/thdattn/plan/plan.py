@@ -157,7 +157,7 @@ class Plan:
         """Name of the engine that made the arrays: "cuda" or "reference"."""
         return str(self.engine.name)
 
-    @property
+    @cached_property
     def batch(self) -> PackedBatch:
         """Batch of the queries."""
         return self.sharding.batch
@@ -167,7 +167,7 @@ class Plan:
         """Mask, with the tiles that the arrays are made for."""
         return Mask(self.window, self.tiles)
 
-    @property
+    @cached_property
     def is_cross(self) -> bool:
         """True for cross-attention: keys have lengths of their own."""
         return self.key_batch is not self.batch
@@ -177,7 +177,7 @@ class Plan:
         """True if sequences are prefix trees: a pair then counts only if key_ranges and query_ranges both have it."""
         return self.batch.has_trees
 
-    @property
+    @cached_property
     def cp_size(self) -> int:
         """Number of context-parallel ranks."""
         return self.sharding.cp_size
@@ -187,17 +187,17 @@ class Plan:
         """Number of ranks that exchange heads with each other; 1 where no heads are exchanged."""
         return 1 if self.core is None else self.cp_size // self.core.cp_size
 
-    @property
+    @cached_property
     def local_rows(self) -> int:
         """Rows of q that every rank stores, fillers included."""
         return self.sharding.local_rows
 
-    @property
+    @cached_property
     def local_key_rows(self) -> int:
         """Rows of k and v that every rank stores, fillers included: local_rows, except in cross-attention."""
         return -(-self.key_batch.total_rows // self.cp_size) if self.is_cross else self.local_rows
 
-    @property
+    @cached_property
     def key_rows(self) -> int:
         """Rows of the key buffer: all rows of the packed keys in sequence order, or fewer, see keys_of."""
         if self.keys_of is not None:
