@@ -181,9 +181,9 @@ class CPAttention:
             TypeError: batch, key_batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: an unknown sharding, lengths that it cannot split, or a Sharding of another batch or size. A
                 key_batch of another number of sequences, on the other side, or for several ranks. On every rank: prefix
-                trees that this attention cannot have, or a batch or like that differs between ranks. If one of several
-                ranks has too little free GPU memory for the work buffers and one layer (see memory), or wrong lengths
-                on a GPU in its previous plan.
+                trees that this attention cannot have, or a batch or like that differs between ranks. Also on every
+                rank: one of several has too little free GPU memory for the work buffers and one layer (see memory), or
+                wrong lengths on a GPU in its previous plan.
             RuntimeError: lengths on the host, inside a captured CUDA graph.
         """
         plan = self._outline(batch, sharding, key_batch, like, finite_padding)
