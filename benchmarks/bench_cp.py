@@ -168,7 +168,7 @@ def raced(
         (name, "called"): steps(way) for name, way in ways.items()}
     with ExitStack() as stack:
         for name, layer in ours.items():
-            if layer.method.captured:
+            if layer.captured:
                 replay = attempted(real, f"{case.name} {name} in a graph", partial(captured, stack, name, layer))
                 if replay is not None:
                     calls[name, "graph"] = {"both": replay}

@@ -15,7 +15,6 @@ from thdattn.methods.select import SHARDINGS
 OURS, ALONE, ONE = "ours", "alone", "one GPU"  # peers of records
 PARTS = (ONE, ALONE)  # what is measured beside implementations
 INNER = 2  # ranks of an inner group of two levels
-CAPTURED = ("all_gather", "a2a", "a2a+all_gather")  # methods that CUDA graphs can contain
 
 
 class Method(NamedTuple):
@@ -43,11 +42,6 @@ class Method(NamedTuple):
     def two_levels(self) -> bool:
         """True if it takes comms (inner, outer)."""
         return "+" in self.cp_comm_type
-
-    @property
-    def captured(self) -> bool:
-        """True if it is measured in a CUDA graph."""
-        return self.cp_comm_type in CAPTURED and self.sharding != "balanced"
 
     def padded(self, case: Case, cp_size: int) -> thdattn.PackedBatch:
         """Return the pack with no more padding than the sharding needs."""

@@ -19,9 +19,11 @@ from rank_of import Exchanging, as_rank_of
 from workloads import Case
 
 import thdattn
+from thdattn.capacity import BalancedCapacity
 from thdattn.comm import Comm, SingleComm
 from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, cuda
-from thdattn.graphs import CudaGraphConfig, Graphs
+from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
+from thdattn.plan.layout_tables import needed_capacity
 
 
 class Timed(Protocol):
@@ -103,6 +105,11 @@ class Layer(Ours):
         return {"method": self.method.cp_comm_type, "sharding": self.method.sharding,
                 "head_groups": str(len(self.attn._groups(self.plan)))}
 
+    @property
+    def captured(self) -> bool:
+        """True if it is timed in a CUDA graph; balanced rows of played ranks are not."""
+        return self.method.sharding != "balanced" or not isinstance(self.attn.comm, Exchanging)
+
     def received(self) -> int:
         """Count the bytes from other ranks in one forward and one backward."""
         before = sum(comm.received_bytes for comm in self._comms)
@@ -151,13 +158,29 @@ def free_memory() -> int:
 def captured(stack: ExitStack, name: str, layer: Layer) -> Callable[[], object]:
     """Capture forward and backward as one graph that lives as long as the stack.
 
-    The graph is of a copy of the layer, so that nobody else holds its results.
+    The graph is of a copy of the layer, so that nobody else holds its results. Of balanced rows it serves other layouts
+    too.
     """
     graphs = stack.enter_context(Graphs(layer.attn.comm, CudaGraphConfig(impl="local", warmup_steps=1)))
-    replay = graphs.captured(partial(both, copy(layer)), name)
+    balanced = layer.method.sharding == "balanced"
+    replay = graphs.captured(partial(both, within_capacity(layer, graphs) if balanced else copy(layer)), name)
     for _ in range(2):
         replay()
     return replay
+
+
+def within_capacity(layer: Layer, graphs: Graphs) -> Layer:
+    """Return a copy of a layer whose plan serves all layouts that need an eighth more than its own, at most."""
+    sharding = layer.plan.sharding
+    messages, keys, early_queries, early_keys = needed_capacity(sharding.outer or sharding, [layer.plan.mask])
+    assert early_keys is not None
+    capacity = BalancedCapacity(messages + messages // 8, keys + keys // 8, early_queries - early_queries // 8,
+                                early_keys + early_keys // 8)
+    pack = StaticPack(graphs, [layer.attn], layer.batch.total_rows, capacity, like=layer.batch, finite_padding=True)
+    pack.load([layer.batch])
+    made = copy(layer)
+    (made.plan,) = pack.plans()
+    return made
 
 
 def started(make: Callable[[], Layer]) -> tuple[Layer, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -70,7 +69,8 @@ def test_speeds_are_per_rank_and_host_times_have_none(bench_cp):
     assert bench_cp.timed(case, 4, ("ours", "both", "host"), [2.0])["tflops"] == ""
 
 
-def test_two_ranks_measure_every_way(bench_cp, on_host, monkeypatch):
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_measure_every_way(bench_cp, on_host, monkeypatch, size):
     import cp_ways
 
     gpu = Mock()
@@ -78,7 +78,6 @@ def test_two_ranks_measure_every_way(bench_cp, on_host, monkeypatch):
     for module in (bench_cp, cp_ways):
         monkeypatch.setattr(module, "cupy", gpu)
     monkeypatch.setattr(cp_ways, "cuda", thdattn.engines.reference)
-    monkeypatch.setattr(bench_cp, "captured", lambda stack, name, layer: partial(cp_ways.both, layer))
     monkeypatch.setattr(bench_cp.timing, "returned", lambda call, calls: [(call() and 0.5) or 0.5])
     monkeypatch.setattr(bench_cp, "cp_cases", lambda size: {"two": Case("two", (70, 37, 20), 8, 4, 16, 16)})
     monkeypatch.setattr(bench_cp, "ERROR_CASE", Case("small", (16,) * 4, 8, 4, 16, 16))
@@ -88,17 +87,18 @@ def test_two_ranks_measure_every_way(bench_cp, on_host, monkeypatch):
         work = bench_cp.work(cp_ways.Ranks.of(comm, comm.size), args)
         return [row for case, measure in work for row in record.rows_of(case.columns, measure(case))]
 
-    times = record.Times(run_local(2, program)[0])
-    methods = [method.way for method in METHODS.values() if not method.two_levels]
+    times = record.Times(run_local(size, program)[0])
+    methods = [method.way for method in METHODS.values() if size == 4 or not method.two_levels]
     ways = {way for way in ("ours", *times.peers) if times.text("memory_gib", "two", way, "both", "called")}
     assert ways == {*methods, "ours, 2 groups"}
     for way in methods:
         assert 0 < times.value("rms", "small", way, "dk", record.ERRORS) < 1e-2
         assert times.value("ms", "two", way, "both", "called") == 3e-3
+        assert times.value("ms", "two", way, "both", "graph") == 1e-3
         assert times.value("received_bytes", "two", way, "both", "called") > 0
         assert times.value("ms", "two", way, "plan", "host") == times.value("ms", "two", way, "forward", "host") == 0.5
     speeds = [times.value("tflops", "two", way, "backward", "called") for way in ("ours", "alone", "one GPU")]
-    assert 2 * speeds[0] == 2 * speeds[1] == pytest.approx(speeds[2], abs=0.02)
+    assert size * speeds[0] == size * speeds[1] == pytest.approx(speeds[2], abs=0.02)
     assert times.text("head_groups", "two", "ours, 2 groups", "both", "called") == "2"
 
 
@@ -128,3 +128,4 @@ def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp
         assert np.isfinite(times.value("received_bytes", "8x1024", way, "both", "called"))
         if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
             assert 0 < times.value("rms", "4x1024", way, "dk", record.ERRORS) < 1e-2
+            assert np.isfinite(times.value("tflops", "8x1024", way, "both", "graph"))
