@@ -14,6 +14,12 @@ a call to its return on an idle GPU. Memory is what warm calls take of the GPU, 
 pack, without padding. --peer: Transformer Engine's schedule, see cp_peer.py, in the same run. --as-rank-of N: two GPUs
 have the rows, keys and traffic of two ranks of N, see rank_of.py. Results mean nothing then, so neither errors nor
 peers are measured. Where ranks differ in work, the GPUs play those with most. Rows go to benchmarks/results/cp_GPU.csv.
+
+Two GPUs are two machines, connected by sockets, if each rank has names of its own in THDATTN_HOST and NCCL_HOSTID:
+
+    export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo
+    mpiexec -n 2 sh -c 'N=host${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; THDATTN_HOST=$N NCCL_HOSTID=$N python -m mpi4py \\
+        benchmarks/bench_cp.py --cases 1x16384-full-h512 --head-groups 8 --exchange'
 """
 
 from __future__ import annotations
@@ -33,8 +39,8 @@ import peers
 import record
 import tables
 import timing
-from cp_methods import ALONE, METHODS, ONE, OURS, PARTS, USUAL, Method
-from cp_ways import Alone, Layer, Ranks, Timed, both, captured, free_memory, started, steps, whole_pack
+from cp_methods import ALONE, EXCHANGE, METHODS, ONE, OURS, PARTS, USUAL, Method
+from cp_ways import Alone, Layer, Ranks, Timed, both, captured, exchanged, free_memory, started, steps, whole_pack
 from record import PASSES, Measured
 from workloads import Case, cp_cases
 
@@ -130,8 +136,10 @@ def speeds(ranks: Ranks, args: argparse.Namespace, case: Case) -> Measured:
         peer = made_peer(real, case, ours[OURS]) if args.peer else None
         if peer is not None:
             ways[PEER], costs[PEER] = peer, {"memory_gib": taken(real, peer, free)}
-        ways[ALONE] = Alone(ours[OURS])
-        both(ways[ALONE])  # a backward needs a forward before it
+        ways[ALONE] = alone = Alone(ours[OURS])
+        both(alone)  # a backward needs a forward before it
+        if args.exchange:
+            ways |= exchanged(alone)
     one = attempted(real, f"{case.name} {ONE}", partial(started, partial(whole_pack, case)))
     if one is not None:
         ways[ONE] = one[0]
@@ -221,9 +229,9 @@ def taken(real: Comm, layer: Timed, free: int) -> str:
 
 
 def timed(case: Case, cp_size: int, key: record.Key, samples: Sequence[float]) -> record.Row:
-    """Return the columns of a measured time, with its speed per GPU; the host has none."""
-    _, direction, how = key
-    return record.timed(samples, case.work[direction] / cp_size if how != "host" else None)
+    """Return the columns of a measured time, with its speed per GPU; the host and an exchange have none."""
+    peer, direction, how = key
+    return record.timed(samples, case.work[direction] / cp_size if how != "host" and peer != EXCHANGE else None)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -238,6 +246,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--transport", choices=("auto", "peer", "nccl"), default="auto", help="see thdattn.comm.init")
     parser.add_argument("--head-groups", nargs="+", type=int, default=[], metavar="N",
                         help="also time ours with so many groups of heads, in turns with the others")
+    parser.add_argument("--exchange", action="store_true", help="also time what all_gather exchanges without the "
+                        "attention, and the attention alone beside it")
     parser.add_argument("--peer", action="store_true", help="also time Transformer Engine's schedule")
     parser.add_argument("--as-rank-of", type=int, metavar="N", help="two GPUs behave as two ranks of N")
     record.add_options(parser, "cp", repeats=3)
@@ -248,6 +258,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--as-rank-of is {args.as_rank_of}, wanted >= 2")
     if args.as_rank_of and args.peer:
         parser.error("--peer has no ranks to be played by others; leave it or --as-rank-of out")
+    if args.as_rank_of and args.exchange:
+        parser.error("--exchange times collectives of real ranks; leave it or --as-rank-of out")
     args.cases = names if "all" in args.cases else args.cases
     args.methods = [METHODS[name] for name in (METHODS if "all" in args.methods else args.methods)]
     if args.peer and USUAL not in args.methods:

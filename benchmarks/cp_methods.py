@@ -13,7 +13,8 @@ from thdattn.methods.a2a import obstacle
 from thdattn.methods.select import SHARDINGS
 
 OURS, ALONE, ONE = "ours", "alone", "one GPU"  # peers of records
-PARTS = (ONE, ALONE)  # what is measured beside implementations
+EXCHANGE, BESIDE = "exchange", "alone, beside the exchange"  # with --exchange
+PARTS = (ONE, ALONE, EXCHANGE, BESIDE)  # what is measured beside implementations
 INNER = 2  # ranks of an inner group of two levels
 
 

@@ -13,17 +13,18 @@ import cupy
 import numpy as np
 import peers
 import record
-from cp_methods import INNER, USUAL, Method
+from cp_methods import BESIDE, EXCHANGE, INNER, USUAL, Method
 from peers import Ours
 from rank_of import Exchanging, as_rank_of
 from workloads import Case
 
 import thdattn
 from thdattn.capacity import BalancedCapacity
-from thdattn.comm import Comm, SingleComm
+from thdattn.comm import Comm, SingleComm, no_wait
 from thdattn.engines import AttentionOptions, BackwardInputs, BackwardOutputs, ForwardInputs, cuda
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 from thdattn.plan.layout_tables import needed_capacity
+from thdattn.plan.owners import places_of_keys
 
 
 class Timed(Protocol):
@@ -137,6 +138,71 @@ class Alone:
         inputs = BackwardInputs(
             layer.inputs.dout, layer.inputs.q, self._keys, self._values, self._out, self._lse, layer.plan)
         self._grads = cuda.attn_bwd(inputs, self._options, BackwardOutputs(self._sum_dtype))
+
+
+class Exchange:
+    """Gathers and sums of an all_gather layer without its kernels: all heads at once, beside the current stream."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._plan, self._comm, self._kept = layer.plan, layer.attn.comm, layer.attn._keeps(layer.plan)
+        _, *self._keys, _ = layer.inputs
+        empty = self._plan.engine.empty
+        self._gathered = [empty((self._plan.cp_size * len(x), *x.shape[1:]), x.dtype) for x in self._keys]
+        self._grads = [empty(x.shape, x.dtype) for x in self._keys]
+
+    def forward(self) -> None:
+        self.start_forward()()
+
+    def backward(self) -> None:
+        self.start_backward()()
+
+    def start_forward(self) -> Callable[[], None]:
+        """Start to gather keys; return a function that waits for them."""
+        (arrival,) = self._comm.gather_heads(self._keys, [self._gathered])
+
+        def wait() -> None:
+            arrival.wait()
+            arrival.done()
+
+        return wait
+
+    def start_backward(self) -> Callable[[], None]:
+        """Start to sum gradients, and to gather keys that are not kept; return a function that waits for both."""
+        gathered = no_wait if self._kept else self.start_forward()
+        shapes = [x.shape for x in self._grads]
+        self._comm.owner_partials(shapes, shapes, False)
+        _, rows = places_of_keys(self._plan, self._comm.reads_peers)
+        summed = self._comm.reduce_partials(rows, self._grads, False, False)
+
+        def wait() -> None:
+            gathered()
+            summed()
+
+        return wait
+
+
+class Beside:
+    """Attention alone, timed while an exchange that takes less time goes on beside it."""
+
+    def __init__(self, alone: Alone, exchange: Exchange) -> None:
+        self._alone, self._exchange, self._wait = alone, exchange, no_wait
+
+    def forward(self) -> None:
+        self._wait()
+        self._wait = self._exchange.start_forward()
+        self._alone.forward()
+
+    def backward(self) -> None:
+        self._wait()
+        self._wait = self._exchange.start_backward()
+        self._alone.backward()
+
+
+def exchanged(alone: Alone) -> dict[str, Timed]:
+    """Return the ways of --exchange; between machines an exchange may outlast the attention, which is then not timed.
+    """
+    exchange = Exchange(alone.layer)
+    return {EXCHANGE: exchange} | ({} if alone.layer.attn.comm.spans_machines else {BESIDE: Beside(alone, exchange)})
 
 
 def both(layer: Timed) -> None:

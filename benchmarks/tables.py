@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import NamedTuple
 
-from cp_methods import ALONE, ONE, OURS, PARTS, USUAL, Method
+from cp_methods import ALONE, BESIDE, EXCHANGE, ONE, OURS, PARTS, USUAL, Method
 from record import DIRECTIONS, ERRORS, OWN, PORTABLE_OWN, SUSTAINED, Row, Times
 from workloads import CASES, cp_cases
 
@@ -280,7 +281,12 @@ def context_parallel(rows: Sequence[Row]) -> list[str]:
                   (f"{ranks}, what each way costs.", table([
                       str(ranks), "way", "forward / backward, TFLOP/s", "over one GPU", "exposed, ms",
                       "one graph, TFLOP/s", "host forward, µs", "host plan, µs", "received, MiB", "memory, GiB"],
-                      costs))]
+                      costs)),
+                  (f"{ranks}, what overlaps: times of forward and backward, ms. The exchange alone takes all heads at "
+                   f"once.", table([
+                      str(ranks), "groups of heads", "layer", "attention alone", "exchange alone", "attention / layer",
+                      "layer / the longer one", "attention beside the exchange / alone"],
+                      overlaps(times)))]
     lines = [[str(ranks), case, way_name(way), *(number(1e3 * times.value("rms", case, way, name, ERRORS))
                                                  for name in RESULTS)]
              for ranks, times in runs(rows).items() for case in times.cases
@@ -338,6 +344,19 @@ def cost(times: Times, case: str, way: str) -> list[str]:
         number(times.value("received_bytes", case, way, "both", "called") / 2**20),
         times.text("memory_gib", case, way, "both", "called") or "-",
     ]
+
+
+def overlaps(times: Times) -> Lines:
+    """Return lines that compare a layer with its attention and its exchange alone, for each number of groups."""
+    lines = []
+    for case, way in product(times.cases, own(times)):
+        layer, alone, exchange, beside = (times.value("ms", case, name, "both", "called")
+                                          for name in (way, ALONE, EXCHANGE, BESIDE))
+        if method(times, case, way) == USUAL and layer > 0 < exchange:
+            lines.append([case, times.text("head_groups", case, way, "both", "called"),
+                          *map(number, (layer, alone, exchange)),
+                          *map(ratio, (alone / layer, layer / max(alone, exchange), beside / alone))])
+    return lines
 
 
 # --- prefix trees ------------------------------------------------------------------------------------------------

@@ -259,6 +259,8 @@ def cp_cases(cp_size: int) -> dict[str, Case]:
         Case("lognormal128k", long_lognormal_pack(), 32, 8),
         *(Case(f"documents{rows}k", lengths, 64, 8) for rows, lengths in documents.items()),
         replace(CASES["bucket32k"], name="bucket32k-mha16"),
+        # Computed about as long as sent by sockets of one machine, 0.4 GB/s.
+        Case("1x16384-full-h512", (16_384,), 512, 8, causal=False),
     )
     return {case.name: case for case in cases}
 
