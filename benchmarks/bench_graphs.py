@@ -11,6 +11,8 @@ eager           kernel by kernel, with a plan of exactly this pack made on the h
 eager_static    kernel by kernel, with the plan of a static pack, whose lengths only the GPU knows
 local           a forward and a backward graph, on arrays that graphs own
 full_iteration  one graph of both
+
+Of several ranks it also times how a captured pack of balanced rows takes a new layout.
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ LONG = {"1x16384": (16_384,), "doc64k": document_pack()}
 ROWS = {"doc64k": PACK_TOKENS}  # with padding at the end, as in training; other packs are full
 HEADS = ((8, 8), (16, 4))  # query and kv heads
 SLOTS = (16, 64, 512)  # for 16 documents
+BALANCED = ("8x1024", "doc64k")  # packs that take new layouts, with BALANCED_SLOTS
+BALANCED_SLOTS = 256
+HOST_CALLS = 10  # timed on the host in a round
 KEY = ("gpu", "ranks", "case", "heads", "kv_heads", "way")
 Call = Callable[[], object]
 
@@ -51,6 +56,8 @@ def main() -> int:
         for name in args.cases:
             rows += layer_rows(comm, MixerLayer(comm, MixerCase(name, (SHORT | LONG)[name])), args.repeats)
         rows += slot_rows(comm, args.repeats)
+        for name in BALANCED if comm.size > 1 else ():
+            rows += layout_rows(comm, name, args.repeats)
         if comm.rank:
             return 0
     records = record.Recorder("graphs", args.out, KEY, comm.size, {"ranks": str(comm.size)})
@@ -92,9 +99,10 @@ class Layer:
         self.batch = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=rows)
         self.exact = computes.plan(self.batch, finite_padding=True)
 
-    def pack(self, graphs: Graphs) -> StaticPack:
+    def pack(self, graphs: Graphs, sharding: str | None = None) -> StaticPack:
         """Make a static pack of just so many rows, with the batch loaded."""
-        pack = StaticPack(graphs, [self.computes], self.batch.total_rows, like=self.batch, finite_padding=True)
+        pack = StaticPack(graphs, [self.computes], self.batch.total_rows, sharding, like=self.batch,
+                          finite_padding=True)
         pack.load([self.batch])
         return pack
 
@@ -180,6 +188,33 @@ def slot_rows(comm: thdattn.comm.Comm, rounds: int) -> Iterator[record.Row]:
 
 def planned_step(layer: Layer, pack: StaticPack, given: Sequence[Any], dout: Any) -> Any:
     return layer.both(given, dout, *pack.plans())
+
+
+def layout_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[record.Row]:
+    """Time how a pack of balanced rows takes a new layout: loads on the host, and plans, called and in a graph.
+
+    The host finds the layout as it loads, or has prepared it.
+    """
+    case = Case(name, (SHORT | LONG)[name], 8, 8)
+    layer = Layer(comm, case)
+    with new_graphs(comm, BALANCED_SLOTS) as graphs:
+        pack, batch = layer.pack(graphs, "balanced"), layer.batch
+        for way in ("load_host_balanced", "load_host_balanced_prepared"):
+            fresh = [PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=batch.total_rows)
+                     for _ in range(rounds * HOST_CALLS)]
+            for each in fresh if way.endswith("prepared") else ():
+                layer.computes.prepare(each, "balanced")
+            samples = timing.returned(partial(load_next, pack, iter(fresh)), len(fresh))
+            yield case.columns | {"way": way} | record.timed(timing.slowest(comm, samples))
+        ways: dict[str, Call] = {"plans_balanced": pack.plans}
+        ways["plans_graph_balanced"] = graphs.captured(pack.plans, "plans")
+        yield from rows_of(comm, case.columns, ways, None, rounds)
+
+
+def load_next(pack: StaticPack, batches: Iterator[PackedBatch]) -> None:
+    batch = next(batches)
+    assert pack.fits([batch])
+    pack.load([batch])
 
 
 def rows_of(

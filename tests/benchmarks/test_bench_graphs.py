@@ -37,3 +37,15 @@ def test_slots_of_every_number_run(comm, monkeypatch):
     case = bench_graphs.Case
     monkeypatch.setattr(bench_graphs, "Case", lambda name, lengths, *heads: case(name, (4,) * 16, 2, 2, 8, 8))
     assert [row["way"] for row in bench_graphs.slot_rows(comm, 1)] == ["16_slots", "64_slots", "512_slots", "exact"]
+
+
+def test_balanced_packs_are_loaded_new_and_prepared(comm, monkeypatch):
+    monkeypatch.setattr(bench_graphs.timing, "returned", lambda call, calls: [call() or 0.5 for _ in range(calls)])
+    monkeypatch.setitem(bench_graphs.SHORT, "8x1024", (12, 40, 30))
+
+    def program(comm):
+        return [(row["way"], row["samples"]) for row in bench_graphs.layout_rows(comm, "8x1024", 1)]
+
+    ways = [("load_host_balanced", "10"), ("load_host_balanced_prepared", "10"), ("plans_balanced", "50"),
+            ("plans_graph_balanced", "50")]
+    assert thdattn.comm.run_local(2, program) == [ways] * 2
