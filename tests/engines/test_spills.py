@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import spills
 from nvrtc import compiler
+from spills import candidate, judge_all
 
 from thdattn.kernels import configs
 
@@ -28,14 +28,14 @@ def own_matrix_instructions(monkeypatch):
     (160, "sm_90a", "bwd_dq_sm90<bf16, bf16", "tiles must have slabs of 64 columns"),
 ])
 def test_a_head_dim_that_kernels_cannot_have_is_refused(head_dim, arch, only, reason):
-    verdicts = dict(spills.judge_all(head_dim, head_dim, arch, only))
+    verdicts = dict(judge_all(head_dim, head_dim, arch, only))
     assert verdicts
     for name, verdict in verdicts.items():
         assert not verdict.usable and reason in verdict.text, f"{name}: {verdict}"
 
 
 def test_a_head_dim_that_kernels_can_have_is_judged_by_its_resources():
-    plain, trees, splits = spills.judge_all(32, 32, "sm_80", "thd_attn_fwd<bf16, bf16, false, false")
+    plain, trees, splits = judge_all(32, 32, "sm_80", "thd_attn_fwd<bf16, bf16, false, false")
     assert trees[0].endswith(", Trees>") and splits[0] == "true".join(plain[0].rsplit("false", 1))
     for name, verdict in (plain, trees, splits):
         assert name.startswith("thd_attn_fwd<bf16, bf16, false, false, 32, 32,")
@@ -43,6 +43,6 @@ def test_a_head_dim_that_kernels_can_have_is_judged_by_its_resources():
 
 
 def test_a_head_dim_of_the_table_keeps_its_row():
-    assert spills.candidate(192, 128, "sm_80") == configs.TILES[192, 128]
-    on_sm100 = spills.candidate(128, 128, "sm_100")
+    assert candidate(192, 128, "sm_80") == configs.TILES[192, 128]
+    on_sm100 = candidate(128, 128, "sm_100")
     assert on_sm100 == replace(configs.TILES[128, 128], forward=on_sm100.forward) != configs.TILES[128, 128]
