@@ -51,7 +51,7 @@ REPORT = re.compile(
 KERNEL = re.compile(r"\bthd_\w+")
 LOADED = "loaded kernels:"
 MBARRIERS = "mbarriers order bulk copies, reads and writes; racecheck does not follow them"
-SOME_MEET = "some warps meet alone; racecheck then misplaces asynchronous copies, which barriers of all warps order"
+SOME_MEET = "some warps also meet alone; a barrier of all warps is between the steps that racecheck names"
 NAMED = "two roles meet at one named barrier in two places"
 HIDDEN = "rows in front that a mask discards"
 # (tool, kernel, kind): why a report is no defect. The kernels' sources say more.

@@ -32,8 +32,11 @@ def test_kernels_of_a_step_follow_each_other_and_results_are_the_same(cupy):
     with thdattn.comm.init("single") as comm:
         step = step_of(cupy, comm)
         wanted = step()
-        with timeline.record(comm) as found:
-            results = step()
+        for _ in range(5):  # other tests may delay the host where it compares the clocks
+            with timeline.record(comm) as found:
+                results = step()
+            if found.error < 1:
+                break
     assert [x.tobytes() for x in results] == [x.tobytes() for x in wanted]
     assert {row[:2] for row in found.rows} == {(0, "compute")}
     names = [row.name for row in found.rows]
@@ -43,7 +46,7 @@ def test_kernels_of_a_step_follow_each_other_and_results_are_the_same(cupy):
     assert forward < backward
     times = [time for row in found.rows for time in row[3:]]
     assert times == sorted(times) and found.rows[forward].end - found.rows[forward].begin > 0.01
-    assert found.hidden is None and found.error < 20  # milliseconds, on a machine that other tests load
+    assert found.hidden is None and found.error < 1
 
 
 def test_bars_take_as_long_as_the_step(cupy):
