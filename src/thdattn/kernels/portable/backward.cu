@@ -198,7 +198,7 @@ __device__ __forceinline__ void weigh(float (&p)[kBlocks][4], const float (&dp)[
 }
 
 // Waits for the kColumnWarps warps that share keys with this one. Warps without visible keys do not come. racecheck of
-// compute-sanitizer then reports races between one step and the next, although all warps meet at a barrier between them.
+// compute-sanitizer then reports races between a step and the next, although all warps meet at a barrier between them.
 template <int kColumnWarps> __device__ __forceinline__ void warps_meet() {
   const int group = threadIdx.x / (kColumnWarps * kWarp);
   asm volatile("bar.sync %0, %1;" :: "r"(1 + group), "n"(kColumnWarps * kWarp) : "memory");
